@@ -1,4 +1,9 @@
-"""The public names of the library; ``distprune/__init__.py`` imports this file when one is used."""
+"""The public names of the library; ``distprune/__init__.py`` imports this file when one is used.
+
+Those that begin with an underscore are private in torch.nn.utils.prune, but programs call them.
+"""
+
+# ruff: noqa: F401
 
 from distprune import budgets as budgets
 from distprune import checkpoint as checkpoint
@@ -28,7 +33,9 @@ from distprune.api.local import random_structured as random_structured
 from distprune.api.local import random_unstructured as random_unstructured
 from distprune.api.local import remove as remove
 from distprune.api.select import select as select
-from distprune.base import amount as _amount
+from distprune.base.amount import resolve_count as _compute_nparams_toprune
+from distprune.base.amount import validate_amount as _validate_pruning_amount_init
+from distprune.base.amount import validate_count as _validate_pruning_amount
 from distprune.base.naming import NamedParameter as NamedParameter
 from distprune.call.report import ChannelGroupReport as ChannelGroupReport
 from distprune.call.report import MaskLoadingReport as MaskLoadingReport
@@ -36,7 +43,6 @@ from distprune.call.report import ParameterReport as ParameterReport
 from distprune.call.report import PruningReport as PruningReport
 from distprune.call.report import StructuredReport as StructuredReport
 from distprune.dynamic import dense_gradients as dense_gradients
-from distprune.methods import channels as _channels
 from distprune.methods.base import BasePruningMethod as BasePruningMethod
 from distprune.methods.base import CustomFromMask as CustomFromMask
 from distprune.methods.base import Identity as Identity
@@ -46,6 +52,9 @@ from distprune.methods.base import PruningContainer as PruningContainer
 from distprune.methods.base import RandomUnstructured as RandomUnstructured
 from distprune.methods.channels import LnStructured as LnStructured
 from distprune.methods.channels import RandomStructured as RandomStructured
+from distprune.methods.channels import compute_norm as _compute_norm
+from distprune.methods.channels import validate_channels as _validate_structured_pruning
+from distprune.methods.channels import validate_dim as _validate_pruning_dim
 from distprune.reconstruction import ReconstructedParameter as ReconstructedParameter
 from distprune.reconstruction import ReconstructionReport as ReconstructionReport
 from distprune.reconstruction import reconstruct as reconstruct
@@ -55,11 +64,3 @@ from distprune.verification import VerificationReport as VerificationReport
 from distprune.verification import VerifiedParameter as VerifiedParameter
 from distprune.verification import verify as verify
 from distprune.wrappers.held import keep_pruned_values as keep_pruned_values
-
-# Private in torch.nn.utils.prune, but programs call them.
-_compute_norm = _channels.compute_norm
-_compute_nparams_toprune = _amount.resolve_count
-_validate_pruning_amount = _amount.validate_count
-_validate_pruning_amount_init = _amount.validate_amount
-_validate_pruning_dim = _channels.validate_dim
-_validate_structured_pruning = _channels.validate_channels

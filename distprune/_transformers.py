@@ -17,7 +17,7 @@ import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,20 +39,9 @@ MOVING_OPERATIONS = frozenset({
 })  # fmt: skip
 
 
-class Input(NamedTuple):
-    """One input tensor of a conversion.
-
-    Attributes:
-        renamed: its name before the conversion.
-        pattern: the converter's pattern that the name matched.
-        name: of its mask; None if it has none.
-        shape: of the tensor.
-    """
-
-    renamed: str
-    pattern: str | None
-    name: str | None
-    shape: Shape
+# One input tensor of a conversion: its name before the conversion; the converter's pattern that
+# this matched; the name of its mask, None if it has none; and its shape.
+Input = tuple[str, str | None, str | None, Shape]
 
 
 @dataclass
@@ -76,7 +65,7 @@ class Conversion:
     @property
     def names(self) -> tuple[str, ...]:
         """Those of the masks among its inputs."""
-        return tuple(source.name for source in self.inputs if source.name is not None)
+        return tuple(name for _, _, name, _ in self.inputs if name is not None)
 
     @property
     def computing_step(self) -> str | None:
@@ -91,7 +80,7 @@ class Conversion:
     def is_stack(self) -> bool:
         """Whether row i of the result is made of input i of each pattern, as merged experts are."""
         stacking, *rest = self.converter.operations
-        counts = collections.Counter(source.pattern for source in self.inputs)
+        counts = collections.Counter(pattern for _, pattern, _, _ in self.inputs)
         return (
             type(stacking).__name__ == "MergeModulelist"
             and stacking.dim == 0
@@ -100,20 +89,20 @@ class Conversion:
         )
 
     def run(
-        self, tensor_of: Callable[[Input], Tensor], rows: range | None = None
+        self, tensor_of: Callable[[str | None, Shape], Tensor], rows: range | None = None
     ) -> dict[str, Tensor]:
         """The converted tensors, by name of the parameter.
 
         Args:
-            tensor_of: an input.
+            tensor_of: from the name of the mask of an input, and its shape, to the input.
             rows: those of the results; only if :attr:`is_stack`. None: all.
         """
         converter = copy.deepcopy(self.converter)
         seen: collections.Counter[str | None] = collections.Counter()
-        for source in self.inputs:
-            seen[source.pattern] += 1
-            if rows is None or seen[source.pattern] - 1 in rows:
-                converter.add_tensor(self.target, source.renamed, source.pattern, tensor_of(source))
+        for renamed, pattern, name, shape in self.inputs:
+            seen[pattern] += 1
+            if rows is None or seen[pattern] - 1 in rows:
+                converter.add_tensor(self.target, renamed, pattern, tensor_of(name, shape))
         tensors = converter.convert(self.target, model=self.model, config=self.config)
         if isinstance(tensors, tuple):  # the first versions of transformers 5 return errors, too
             tensors = tensors[0]
@@ -127,16 +116,14 @@ class Conversion:
             rows: as for :meth:`run`.
         """
 
-        def tensor_of(source: Input) -> Tensor:
-            if source.name is None:
-                return torch.ones(source.shape, dtype=torch.bool)
-            return read(source.name)
-
-        return self.run(tensor_of, rows)
+        return self.run(
+            lambda name, shape: torch.ones(shape, dtype=torch.bool) if name is None else read(name),
+            rows,
+        )
 
     def shapes(self) -> dict[str, Shape]:
         """The shapes of the tensors that :meth:`run` returns, without computing them."""
-        tensors = self.run(lambda source: _empty(source.shape))
+        tensors = self.run(lambda _, shape: _empty(shape))
         return {name: tuple(value.shape) for name, value in tensors.items()}
 
 
@@ -194,7 +181,7 @@ class _Transforms:
 
     def add(self, target: str, number: int, source: Input) -> None:
         """Let a tensor enter the conversion of this name and number."""
-        self._together.setdefault((target, number), {})[source.renamed] = source
+        self._together.setdefault((target, number), {})[source[0]] = source
 
     def conversions(self) -> Iterator[Conversion]:
         """All conversions that a mask enters."""
@@ -389,7 +376,7 @@ class TransformersRules:
                     target, number = own, None
             if number is not None and target in parameters:
                 mask = name if name in masks else None
-                transforms.add(target, number, Input(renamed, pattern, mask, shapes[name]))
+                transforms.add(target, number, (renamed, pattern, mask, shapes[name]))
             elif name in masks and target in parameters:
                 matching.add(name, shapes[name], target, parameters[target])
             elif name in masks:
@@ -444,30 +431,10 @@ def match_masks(
     return matching
 
 
-@dataclass(frozen=True)
-class SavedMasks:
-    """The masks of one parameter, or of several that are saved together.
-
-    Attributes:
-        parameters: the parameters that have a mask.
-        tensors: shapes of the converted masks, by name in the checkpoint.
-        conversion: converts the masks; None if one mask is saved unchanged.
-    """
-
-    parameters: tuple[str, ...]
-    tensors: dict[str, Shape]
-    conversion: Conversion | None = None
-
-    def make(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The masks by their names in the checkpoint, bool.
-
-        Args:
-            masks: whole masks by parameter.
-        """
-        converted: Mapping[str, Tensor] = masks
-        if self.conversion is not None:
-            converted = self.conversion.masks(masks.__getitem__)
-        return dict(zip(self.tensors, converted.values(), strict=True))
+# The masks of one parameter, or of several that are saved together: the parameters with a mask;
+# shapes of what is saved, by name in the checkpoint; and what makes these masks, in that order,
+# of those of the parameters, None if one mask is saved unchanged.
+SavedMasks = tuple[tuple[str, ...], dict[str, Shape], Conversion | None]
 
 
 def as_saved(
@@ -485,7 +452,7 @@ def as_saved(
     """
     pretrained = pretrained_model(model)
     if pretrained is None:
-        return [unchanged(name, name, parameters) for name in masked]
+        return [((name,), {name: parameters[name]}, None) for name in masked]
     transforms = _Transforms(_backwards(pretrained), pretrained.config, parameters)
     saved: list[SavedMasks] = []
     # In the order in which transformers visits a state dict: some renamings depend on it.
@@ -493,9 +460,9 @@ def as_saved(
         target, number, pattern = transforms.target_of(name)
         if number is not None:
             mask = name if name in masked else None
-            transforms.add(target, number, Input(name, pattern, mask, parameters[name]))
+            transforms.add(target, number, (name, pattern, mask, parameters[name]))
         elif name in masked:
-            saved.append(unchanged(name, transforms.rename(name), parameters))
+            saved.append(((name,), {transforms.rename(name): parameters[name]}, None))
     for conversion in transforms.conversions():
         if (step := conversion.computing_step) is not None:
             raise NotImplementedError(
@@ -503,13 +470,8 @@ def as_saved(
                 "move elements; expected names='model', which leaves masks as they are."
             )
         shapes = {transforms.rename(name): s for name, s in conversion.shapes().items()}
-        saved.append(SavedMasks(conversion.names, shapes, conversion))
+        saved.append((conversion.names, shapes, conversion))
     return saved
-
-
-def unchanged(name: str, saved_name: str, parameters: Mapping[str, Shape]) -> SavedMasks:
-    """The mask of a parameter that is saved as it is, under another name or its own."""
-    return SavedMasks((name,), {saved_name: parameters[name]})
 
 
 def _backwards(model: Any) -> list[Any]:

@@ -66,7 +66,7 @@ from datetime import timedelta
 from itertools import accumulate
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 __all__ = ["RankError", "preload", "run_ranks"]
 
@@ -203,14 +203,7 @@ def preload(*modules: str) -> None:
     _PRELOAD.extend(name for name in modules if name not in _PRELOAD)
 
 
-class _Worker(NamedTuple):
-    process: Any
-    pipe: Any
-    stack_file: Path
-
-    def is_good(self) -> bool:
-        threads = Path(f"/proc/{self.process.pid}/task").glob("*")  # none on macOS
-        return self.process.is_alive() and sum(1 for _ in threads) <= _MAX_THREADS
+_Worker = tuple[Any, Any, Path]  # the process, our end of its pipe, and the file for its stack
 
 
 class _Pool:
@@ -226,8 +219,8 @@ class _Pool:
         store = self._start(world_size)
         workers = self._workers[:world_size]
         try:
-            for rank, worker in enumerate(workers):
-                worker.pipe.send((rank, world_size, store, call))
+            for rank, (_, pipe, _) in enumerate(workers):
+                pipe.send((rank, world_size, store, call))
             answers = _collect(workers, timeout)
         except BaseException:  # a broken pipe or Ctrl-C: the state of the workers is unknown
             self.close()
@@ -237,18 +230,18 @@ class _Pool:
             errors |= _autopsy({r: w for r, w in enumerate(workers) if r not in answers})
             self.close()
         else:
-            for worker in workers:
-                worker.pipe.send(None)
+            for _, pipe, _ in workers:
+                pipe.send(None)
             Path(store).unlink(missing_ok=True)
         if errors:
             raise RankError(_report(errors, world_size))
         return [answers[rank][1] for rank in range(world_size)]
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.pipe.close()
-            worker.process.kill()
-            worker.process.join()
+        for process, pipe, _ in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
         self._workers = []
         if self._folder is not None:
             self._folder.cleanup()
@@ -256,8 +249,11 @@ class _Pool:
 
     def _start(self, world_size: int) -> str:
         """Start the workers that are missing; returns a name for the store of the next call."""
-        if not all(worker.is_good() for worker in self._workers):
-            self.close()
+        for process, _, _ in self._workers:
+            threads = Path(f"/proc/{process.pid}/task").glob("*")  # none on macOS
+            if not process.is_alive() or sum(1 for _ in threads) > _MAX_THREADS:
+                self.close()
+                break
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self.has_started = True
@@ -269,21 +265,21 @@ class _Pool:
             process = context.Process(target=_work, args=(far_end, stack_file), daemon=True)
             process.start()
             far_end.close()
-            self._workers.append(_Worker(process, pipe, stack_file))
+            self._workers.append((process, pipe, stack_file))
         self._num_calls += 1
         return f"{self._folder.name}/store{self._num_calls}"
 
 
 def _collect(workers: list[_Worker], timeout: float) -> dict[int, tuple[str, Any]]:
     """Answers by rank; a rank that died or ran out of time has none."""
-    pending: dict[object, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    pending: dict[object, int] = {pipe: rank for rank, (_, pipe, _) in enumerate(workers)}
     deadline = time.monotonic() + timeout
     answers: dict[int, tuple[str, Any]] = {}
     while pending and (left := deadline - time.monotonic()) > 0:
-        for pipe in wait([workers[rank].pipe for rank in pending.values()], left):
+        for pipe in wait([workers[rank][1] for rank in pending.values()], left):
             rank = pending.pop(pipe)
             with contextlib.suppress(EOFError, OSError):
-                answers[rank] = pickle.loads(workers[rank].pipe.recv_bytes())
+                answers[rank] = pickle.loads(workers[rank][1].recv_bytes())
             if answers.get(rank, ("error",))[0] == "error":
                 deadline = min(deadline, time.monotonic() + _GRACE)
     return answers
@@ -291,16 +287,15 @@ def _collect(workers: list[_Worker], timeout: float) -> dict[int, tuple[str, Any
 
 def _autopsy(workers: dict[int, _Worker]) -> dict[int, str]:
     """How each rank died, or where it is stuck."""
-    for worker in workers.values():
-        worker.process.join(0.1)
-    stuck = [rank for rank, worker in workers.items() if worker.process.is_alive()]
-    for rank in stuck:
-        if workers[rank].stack_file.exists():  # else it is still starting
-            os.kill(workers[rank].process.pid, signal.SIGUSR1)
+    for process, _, _ in workers.values():
+        process.join(0.1)
+    stuck = [(r, process, file) for r, (process, _, file) in workers.items() if process.is_alive()]
+    for _, process, file in stuck:
+        if file.exists():  # else it is still starting
+            os.kill(process.pid, signal.SIGUSR1)
     time.sleep(0.5 if stuck else 0)  # while they write
-    texts = {r: f"died (exit code {worker.process.exitcode})" for r, worker in workers.items()}
-    for rank in stuck:
-        file = workers[rank].stack_file
+    texts = {r: f"died (exit code {process.exitcode})" for r, (process, _, _) in workers.items()}
+    for rank, _, file in stuck:
         texts[rank] = f"no answer, killed\n{file.read_text() if file.exists() else ''}"
     return texts
 

@@ -12,8 +12,7 @@ import json
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -151,10 +150,9 @@ class VerificationError(RuntimeError):
 
     def __init__(self, report: VerificationReport) -> None:
         self.report = report
-        shown = list(report.all_problems[:20])
-        if len(report.all_problems) > len(shown):
-            more = len(report.all_problems) - len(shown)
-            shown.append(f"and {more} more: see the error's report")
+        shown, more = report.all_problems[:20], len(report.all_problems) - 20
+        if more > 0:
+            shown = *shown, f"and {more} more: see the error's report"
         super().__init__(
             f"{_number_of_problems(report)} with the masks of the model:\n"
             + "\n".join(f"- {text}" for text in shown)
@@ -238,10 +236,7 @@ def verify(
         ]
         return modules, places
 
-    report = _verified(find, expected, world(group), pipeline_parallel)
-    if raise_errors and not report.ok:
-        raise VerificationError(report)
-    return report
+    return _verified(find, expected, world(group), pipeline_parallel, raise_errors)
 
 
 def verify_parameters(
@@ -262,10 +257,7 @@ def verify_parameters(
                     places.setdefault((id(module), name), place)
         return [], list(places.values())
 
-    report = _verified(find, pruned, communicator, pipeline_parallel)
-    if not report.ok:
-        raise VerificationError(report)
-    return report
+    return _verified(find, pruned, communicator, pipeline_parallel)
 
 
 def _verified(
@@ -273,12 +265,13 @@ def _verified(
     expected: Expected | None,
     communicator: Communicator,
     pipeline_parallel: bool,
+    raise_errors: bool = True,
 ) -> VerificationReport:
     """Put together what the ranks find.
 
     Args:
         find: the modules that may use a parameter without its mask, and the places to check.
-        expected, pipeline_parallel: as for :func:`verify`.
+        expected, pipeline_parallel, raise_errors: as for :func:`verify`.
         communicator: the ranks that take part.
     """
     started = time.perf_counter()
@@ -312,14 +305,12 @@ def _verified(
             "them, or load a checkpoint with checkpoint.load, which gives a fresh model its masks; "
             "expected=() lets a dense model pass",
         )
-    return VerificationReport(
-        tuple(parameters),
-        problems,
-        communicator.size,
-        communicator.num_collectives,
-        communicator.bytes_sent,
-        time.perf_counter() - started,
-    )
+    cost = communicator.size, communicator.num_collectives, communicator.bytes_sent
+    seconds = time.perf_counter() - started
+    report = VerificationReport(tuple(parameters), problems, *cost, seconds)
+    if raise_errors and not report.ok:
+        raise VerificationError(report)
+    return report
 
 
 def _required(expected: Expected, places: Sequence[Place]) -> tuple[list[str], _Reported]:
@@ -398,10 +389,6 @@ class Inspected:
     weight_hash: int = 0
 
 
-class _Broken(Exception):
-    """The parameter cannot be read together with its mask; says why."""
-
-
 def traces(module: nn.Module) -> list[str]:
     """Names of the parameters that have a hook, a mask or what pruning adds to a module."""
     names = dict.fromkeys(hook._tensor_name for hook in hooks_on(module))
@@ -433,15 +420,14 @@ def inspect(places: Sequence[Place], communicator: Communicator) -> dict[str, In
         problems: list[str] = []
         shard = None
         try:
-            _check(place, reader, records, problems)
-            shard = reader.read(place.module, place.name, place.path)
-            if shard.mask is None:
-                shard = None
-                raise _Broken("its mask cannot be found")
-        except _Broken as error:
-            problems.append(str(error))
+            reason = _check(place, reader, records, problems)
+            if not reason:
+                shard = reader.read(place.module, place.name, place.path)
+                if shard.mask is None:
+                    shard, reason = None, "its mask cannot be found"
         except Exception as error:  # of any type: it is a problem of the parameter
-            problems.append(f"cannot be read: {type(error).__name__}: {error}")
+            reason = f"cannot be read: {type(error).__name__}: {error}"
+        problems += [reason] if reason else []
         key: Hashable = (id(place.module), place.name) if shard is None else shard.key
         entry = by_key.get(key)
         if entry is None:
@@ -482,11 +468,11 @@ def _check(
     reader: ShardReader,
     records: Mapping[tuple[int, str], Managed] | None,
     problems: list[str],
-) -> None:
+) -> str:
     """Find everything that keeps a mask from acting.
 
-    Raises:
-        _Broken: the mask and the parameter do not exist or do not fit each other.
+    Returns:
+        Why the mask and the parameter do not exist or do not fit each other; "" if they do.
     """
     module, name, mask = place.module, place.name, place.mask
     if not place.hooks:
@@ -500,7 +486,7 @@ def _check(
             )
         is_sharded = records is not None and is_managed(module, place.key)
         if is_sharded or is_dtensor(place.original):
-            raise _Broken(
+            return (
                 "it was pruned before it was sharded, and its mask is whole; call "
                 "masks_aside(model) around the wrapping"
             )
@@ -508,21 +494,20 @@ def _check(
     if records is not None:
         record = records.get((id(module), name)) or reader.managed(module, name)
     if record is None and not isinstance(place.original, Tensor):
-        raise _Broken(f"{place.key} is gone")
+        return f"{place.key} is gone"
     if not isinstance(mask, Tensor):
-        raise _Broken(f"its mask, the buffer {mask_key(name)}, is gone")
+        return f"its mask, the buffer {mask_key(name)}, is gone"
     if place.is_held:
-        _check_held(place, mask, record, problems)
-        return
-    _check_layout(mask, place.original)
+        return _check_held(place, mask, record, problems)
     if masked_value.must_be_live(module) and not masked_value.is_live(module, name):
         problems.append(f"{name} is not computed when it is read, as it has to be here")
+    return _layout_problem(mask, place.original)
 
 
-def _check_held(place: Place, mask: Tensor, record: Managed | None, problems: list[str]) -> None:
+def _check_held(place: Place, mask: Tensor, record: Managed | None, problems: list[str]) -> str:
     held, parameter = holder_of(place.module, place.name), place.original
     if getattr(held.record, "key", None) != getattr(record, "key", None):
-        raise _Broken(
+        return (
             "it was wrapped anew, and its mask acts on what the earlier wrapper had; call "
             "masks_aside(model) around the wrapping"
         )
@@ -531,24 +516,25 @@ def _check_held(place: Place, mask: Tensor, record: Managed | None, problems: li
     elif record is not None:
         parameter = record.parameter
         if not is_dtensor(parameter):
-            raise _Broken(
+            return (
                 f"{place.name} was replaced by {_described(parameter)}, which its wrapper cannot "
                 "gather; load a state dict of DTensors, or without assign=True"
             )
     if record is not None and not record.has_registered(place.module, place.name):
-        raise _Broken(f"{place.name} was replaced by a parameter that the wrapper does not have")
+        return f"{place.name} was replaced by a parameter that the wrapper does not have"
     # With CPU offload FSDP1 moves buffers to the accelerator for good, and parameters for use.
-    _check_layout(mask, parameter, may_be_elsewhere=record is not None)
-    if mask.dtype is not torch.bool:
-        raise _Broken(f"its mask has dtype {mask.dtype}; expected torch.bool on shards")
+    reason = _layout_problem(mask, parameter, may_be_elsewhere=record is not None)
+    if reason or mask.dtype is not torch.bool:
+        return reason or f"its mask has dtype {mask.dtype}; expected torch.bool on shards"
     for stored, part in held.stored():
         number = int((stored[part.to(stored.device) == 0] != 0).sum())
         if number:
             problems.append(f"{number} pruned elements are not zero in what the rank stores")
+    return ""
 
 
-def _check_layout(mask: Tensor, parameter: Tensor, *, may_be_elsewhere: bool = False) -> None:
-    """Raise if a mask is not laid out like its parameter; on its device, or on any."""
+def _layout_problem(mask: Tensor, parameter: Tensor, *, may_be_elsewhere: bool = False) -> str:
+    """How a mask is laid out if not like its parameter; on its device, or on any."""
     fits = mask.shape == parameter.shape and is_dtensor(mask) == is_dtensor(parameter)
     if fits and is_dtensor(mask):
         of_mask, of_parameter = (
@@ -556,11 +542,10 @@ def _check_layout(mask: Tensor, parameter: Tensor, *, may_be_elsewhere: bool = F
             for each in (mask, parameter)
         )
         fits = of_mask == of_parameter
-    if not fits or not (may_be_elsewhere or mask.device == parameter.device):
-        raise _Broken(
-            f"its mask is {_described(mask)}, and the parameter {_described(parameter)}; expected "
-            "the same layout"
-        )
+    if fits and (may_be_elsewhere or mask.device == parameter.device):
+        return ""
+    kinds = f"{_described(mask)}, and the parameter {_described(parameter)}"
+    return f"its mask is {kinds}; expected the same layout"
 
 
 def _described(tensor: Tensor) -> str:
@@ -623,7 +608,11 @@ def _measure(entries: Sequence[Inspected], communicator: Communicator) -> None:
     ]
     order = [i for group in groups.values() for i in group]
     rows = [row for array in memory.arrays_on_host(counted) for row in array.tolist()]
-    copied = [i for i, shard in enumerate(shards) if _is_copied(shard, communicator)]
+    copied = [  # other ranks may have the same elements
+        i
+        for i, s in enumerate(shards if communicator.size > 1 else ())
+        if s.num_replicas > 1 or s.ranks is None or len(s.ranks) < communicator.size
+    ]
     sums = dict(zip(copied, checksums([shards[i].values for i in copied]), strict=True))
     fingerprints = fingerprint_parts(shards, [shard.mask for shard in shards])
     for i, (num_pruned, num_kept, num_infinite, num_exposed) in zip(order, rows, strict=True):
@@ -648,12 +637,6 @@ def _measure(entries: Sequence[Inspected], communicator: Communicator) -> None:
             entry.mask_hash = at_position(shard.position, fingerprints[i], num_pruned, num_kept)
         if i in sums:
             entry.weight_hash = at_position(shard.position, sums[i])
-
-
-def _is_copied(shard: Shard, communicator: Communicator) -> bool:
-    """Whether other ranks may have the same elements."""
-    is_on_part = shard.ranks is None or len(shard.ranks) < communicator.size
-    return communicator.size > 1 and (shard.num_replicas > 1 or is_on_part)
 
 
 def _numbers(group: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
@@ -686,39 +669,26 @@ def _numbers(group: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
     return totals
 
 
-class _Told(NamedTuple):
-    """What one rank tells the others of a parameter, as JSON.
-
-    Attributes:
-        kind: a digest of its shape, dtype and layout; None if the rank could not read it.
-        record: of the last pruning.
-        copy: the first rank of this rank's copy of it; -1 if the rank has no part of any, None if
-            each rank has a copy of its own.
-        problems: what this rank has found.
-    """
-
-    kind: str | None = None
-    record: Sequence[int] | None = None
-    copy: int | None = None
-    num_replicas: int = 1
-    numel: int = 0
-    problems: Sequence[str] = ()
+# What one rank tells the others of a parameter, as JSON.
+_Told = dict[str, Any]
 
 
 def _told(entry: Inspected, rank: int) -> _Told:
+    """What a rank has found.
+
+    Its "kind" is a digest of shape, dtype and layout, None if the rank could not read it; "copy"
+    the first rank of this rank's copy of it, -1 if the rank has no part of any, None if each rank
+    has a copy of its own; "record" that of the last pruning.
+    """
     shard = entry.shard
+    told: _Told = {"kind": None, "copy": None, "numel": 0, "problems": entry.problems}
     if shard is None:
-        return _Told(problems=entry.problems)
-    record, copy = None if entry.hook is None else entry.hook.record, None
+        return told
     if shard.ranks is not None:
-        copy = min(shard.ranks) if rank in shard.ranks else -1
-    kind = _digest(shard.facts)
-    return _Told(kind, record, copy, shard.num_replicas, shard.numel, entry.problems)
-
-
-@lru_cache(maxsize=1 << 10)
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        told["copy"] = min(shard.ranks) if rank in shard.ranks else -1
+    told["record"] = None if entry.hook is None else entry.hook.record
+    told["kind"] = hashlib.blake2b(shard.facts.encode(), digest_size=8).hexdigest()
+    return told | {"numel": shard.numel, "num_replicas": shard.num_replicas}
 
 
 def _share(
@@ -739,14 +709,14 @@ def _share(
     for kind, text in enumerate(texts):
         ranks = [r for r, k in zip(communicator.ranks, kinds, strict=True) if k == kind]
         for name, row in json.loads(text).items():
-            told_by.setdefault(name, []).append((_Told(*row), ranks))
+            told_by.setdefault(name, []).append((row, ranks))
     copies = {name: _copies(told) for name, told in told_by.items()}
     rows = []
     for name in told_by:
         row, entry = [0] * 7, local.get(name)
-        if entry is not None and entry.shard is not None and mine[name].copy != -1:
+        if entry is not None and entry.shard is not None and mine[name]["copy"] != -1:
             row[:2] = entry.mask_hash, entry.weight_hash
-            own = mine[name].copy
+            own = mine[name]["copy"]
             if entry.shard.replica == 0 and (rank if own is None else own) == min(copies[name]):
                 size = entry.shard.values.numel()
                 row[2:] = size, entry.num_pruned, entry.fingerprint, *row[:2]
@@ -765,16 +735,16 @@ def _share(
                 f"{_in_words(outside, communicator)}"
             )
         entries = [each for each, _ in told]
-        if None not in [each.kind for each in entries]:
+        if all(each["kind"] for each in entries):
             problems += _problems(entries, len(copies[name]), total, reported.get(name))
         ranks_with: dict[str, list[int]] = {}
         for each, ranks in told:
-            for text in each.problems:
+            for text in each["problems"]:
                 ranks_with.setdefault(text, []).extend(ranks)
         for text, ranks in ranks_with.items():
             where = f"on {_in_words(ranks, communicator)}: " if communicator.size > 1 else ""
             problems.append(where + text)
-        numel = max([each.numel for each in entries])
+        numel = max(each["numel"] for each in entries)
         found.append(VerifiedParameter(name, numel, total[3], total[4], tuple(problems)))
     return found
 
@@ -783,8 +753,8 @@ def _copies(told: Sequence[tuple[_Told, list[int]]]) -> set[int]:
     """The first rank of every copy of a parameter."""
     firsts: set[int] = set()
     for entry, ranks in told:
-        if entry.kind is not None and entry.copy != -1:
-            firsts |= set(ranks) if entry.copy is None else {entry.copy}
+        if entry["kind"] is not None and entry["copy"] != -1:
+            firsts |= set(ranks) if entry["copy"] is None else {entry["copy"]}
     return firsts
 
 
@@ -797,23 +767,26 @@ def _problems(
     """What is wrong with a parameter as a whole, given sums over the ranks."""
     masks, weights, num_elements, num_pruned, fingerprint, first_mask, first_weight = total
     first = entries[0]
-    if any(entry[:2] != first[:2] for entry in entries[1:]):
+    record = first["record"]
+    if any((e["kind"], e["record"]) != (first["kind"], record) for e in entries[1:]):
         return [
             "the ranks hold it in different shapes, dtypes or layouts, or know of different last "
             "prunings of it"
         ]
     problems = []
-    if num_elements != first.numel:
-        problems.append(f"its shards hold {num_elements} elements; expected {first.numel} in all")
-    num_replicas = num_copies * first.num_replicas
+    if num_elements != first["numel"]:
+        problems.append(
+            f"its shards hold {num_elements} elements; expected {first['numel']} in all"
+        )
+    num_replicas = num_copies * first["num_replicas"]
     if not replicas_agree(num_replicas, masks, first_mask):
         problems.append("its replicas hold different masks")
     if not replicas_agree(num_replicas, weights, first_weight):
         problems.append("its replicas hold different weights")
-    if first.record is not None and list(first.record) != [fingerprint, num_pruned]:
+    if record is not None and list(record) != [fingerprint, num_pruned]:
         how = "as that left it, but not the same ones"
-        if first.record[1] != num_pruned:
-            how = f"where that left {first.record[1]}"
+        if record[1] != num_pruned:
+            how = f"where that left {record[1]}"
         problems.append(
             f"its mask was changed since the last pruning: {num_pruned} elements are pruned, {how}"
         )

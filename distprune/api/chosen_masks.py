@@ -457,7 +457,7 @@ def save_masks(
 
     def plan() -> list[_transformers.SavedMasks]:
         if names == "model" or pipeline_parallel:
-            return [_transformers.unchanged(name, name, shapes) for name in shapes]
+            return [((name,), {name: shape}, None) for name, shape in shapes.items()]
         every = {place.pair.fqn: place.shape for place in all_places(model)}
         return _transformers.as_saved(model, every, shapes)
 
@@ -465,17 +465,17 @@ def save_masks(
         if communicator.index:
             return
         parts: list[bytes] = []
-        for each in saved:
+        for parameters, _, conversion in saved:
             masks = {}
-            for name in each.parameters:
+            for name in parameters:
                 keep = memory.unpack_words(words[name].numpy(), shapes[name].numel())
                 masks[name] = torch.from_numpy(keep).view(shapes[name])
-            made = each.make(masks)
-            parts += [memory.pack(made[n].reshape(-1).numpy()).tobytes() for n in each.tensors]
-        header = mask_header(
-            {name: shape for each in saved for name, shape in each.tensors.items()},
-            is_of_checkpoint=any(each.parameters != (*each.tensors,) for each in saved),
-        )
+            if conversion is not None:
+                masks = conversion.masks(masks.__getitem__)
+            parts += [memory.pack(m.reshape(-1).numpy()).tobytes() for m in masks.values()]
+        tensors = {name: shape for _, made, _ in saved for name, shape in made.items()}
+        are_others = any(parameters != (*made,) for parameters, made, _ in saved)
+        header = mask_header(tensors, is_of_checkpoint=are_others)
         write_atomically(Path(folder, MASK_FILE), header + b"".join(parts))
 
     shards, _ = count_live(read, communicator)

@@ -152,17 +152,17 @@ def global_mask(
         if len(own) < len(pairs):
             raise ValueError("a parameter is listed twice; expected each once, under one name.")
         facts: list[Fact] = []
-        masks: list[Any] = [None] * len(own)
+        given: Any = [None] * len(own)
         if candidates is not None:
-            masks = list(one_each("candidates", candidates, pairs).values())
-        for i, given in zip(own, masks, strict=True):
-            shard, mask = shards[i], None
-            if given is not None:
-                if not isinstance(given, Tensor) or given.dtype is not torch.bool:
-                    kind = getattr(given, "dtype", type(given).__name__)
+            given = one_each("candidates", candidates, pairs).values()
+        for i, mask in zip(own, given, strict=True):
+            shard = shards[i]
+            if mask is not None:
+                if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+                    kind = getattr(mask, "dtype", type(mask).__name__)
                     raise TypeError(f"{shard.name}: candidates is a {kind}; expected bool tensors.")
-                mask = local_part(shard.name, "candidates", given, shard)
-                facts.append((f"candidates of {shard.name}", whole_checksum(given, shard)))
+                facts.append((f"candidates of {shard.name}", whole_checksum(mask, shard)))
+                mask = local_part(shard.name, "candidates", mask, shard)
             shards[i] = replace(shard, mask=mask)  # a mask in force does not say what competes
             ranked = shard.scores if isinstance(shard.scores, Tensor) else shard.values
             if ranked.is_complex():
@@ -204,12 +204,8 @@ def global_mask(
         call = PruningCall(shards, num_live, bools, communicator, segments=segments)
         decision = rank(call, sum(num_pruned), signed=bool(signed), is_random=is_random)
         selected = communicator.run(select)
-    num_ties, num_ties_pruned = decision.num_ties, decision.num_ties_pruned
-    return GlobalMask(
-        selected,
-        decision.threshold,
-        num_ties,
-        num_ties - num_ties_pruned if largest else num_ties_pruned,
-        communicator.num_collectives,
-        communicator.bytes_sent,
-    )
+    num_ties, num_selected = decision.num_ties, decision.num_ties_pruned
+    if largest:
+        num_selected = num_ties - num_selected
+    cost = communicator.num_collectives, communicator.bytes_sent
+    return GlobalMask(selected, decision.threshold, num_ties, num_selected, *cost)

@@ -404,7 +404,7 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict
 
     size = plan.checkpoint.num_bytes + sum(file.size for file in plan.checkpoint.others)
     masks = sum(-(-tensor.entry.numel // 8) for tensor in plan.tensors) * plan.recipe.masks
-    report = 2 * sum(len(verdict.entry.name) + 200 for verdict in plan.verdicts)
+    report = 2 * sum(len(entry.name) + 200 for entry, *_ in plan.verdicts)
     writes = size + masks + report
     cost = {"read_bytes": size + bytes_to_count(plan), "write_bytes": writes}
     if destination is not None:

@@ -184,7 +184,7 @@ def plan(
     verdicts, warnings = select_tensors(checkpoint, recipe)
     groups: list[PlannedGroup] = []
     for number, part in enumerate(recipe.parts):
-        entries = [verdict.entry for verdict in verdicts if verdict.group == number]
+        entries = [entry for entry, group, _ in verdicts if group == number]
         try:
             groups.append(_plan_group(entries, part, Layouts(checkpoint, part.input_dims)))
         except SelectionError as error:

@@ -201,7 +201,7 @@ def masked_pieces(masks: MaskFile, entry: TensorEntry) -> Iterator[Piece]:
         bits = np.empty(len(run), dtype)
         place = entry.start + run.start * dtype.itemsize
         disk.read_into(entry.path, [(place, bits.data.cast("B"))])
-        yield Piece(run.start, bits, read_keep(masks, entry.name, run.start, run.stop))
+        yield (run.start, bits, read_keep(masks, entry.name, run.start, run.stop))
 
 
 @dataclass(frozen=True)
@@ -406,11 +406,11 @@ def parts_of(
             continue
         if at < entry.start:
             yield range(at, entry.start)
-        for piece in pieces(entry):
-            size = len(piece.bits)
-            counts["pruned"][entry.name] += size - int(np.count_nonzero(piece.keep))
-            counts["zero"][entry.name] += size - int(np.count_nonzero(piece.bits << 1))
-            yield entry, piece
+        for first, bits, keep in pieces(entry):
+            size = len(bits)
+            counts["pruned"][entry.name] += size - int(np.count_nonzero(keep))
+            counts["zero"][entry.name] += size - int(np.count_nonzero(bits << 1))
+            yield entry, (first, bits, keep)
         at = entry.stop
     if at < file.size:
         yield range(at, file.size)

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,20 +51,9 @@ CPU = torch.device("cpu")
 _MOST_COLLECTED = 3 << 20  # keys of a process, of about 12 bytes each
 
 
-class Piece(NamedTuple):
-    """Consecutive elements of a tensor.
-
-    Attributes:
-        first: index of the first one.
-        bits: as they are stored.
-        keep: bool, which of them are kept; valid until the next piece.
-    """
-
-    first: int
-    bits: Array
-    keep: Array
-
-
+# Consecutive elements of a tensor: the index of the first one; their bits, as they are stored; and
+# which of them are kept, bool, valid until the next piece.
+Piece = tuple[int, Array, Array]
 # The elements of a tensor in their order, and which of them are kept.
 Pieces = Callable[[TensorEntry], Iterator[Piece]]
 
@@ -231,14 +220,14 @@ class RankedTensors:
                 if ranked.ranking.keys.is_float and keys.max() > ranked.ranking.keys.largest_number:
                     raise self._nan_error(ranked.group, [entry.name])
                 keep = ~lowest
-            yield Piece(run.start, bits, keep)
+            yield run.start, bits, keep
         values.held = None
 
     def keep(self, name: str) -> Array:
         """bool, of the shape of a tensor: which of its elements are kept."""
         number, i = self._places[name]
         entry = self._plan.groups[number].tensors[i].entry
-        keep = [np.copy(piece.keep) for piece in self.pieces(entry)]
+        keep = [np.copy(keep) for _, _, keep in self.pieces(entry)]
         return np.concatenate([np.empty(0, dtype=bool), *keep]).reshape(entry.shape)
 
     def _ranked(self, group: PlannedGroup) -> RankedGroup:

@@ -240,7 +240,7 @@ def make_report(
         num_pruned=plan.num_to_prune,
         groups=tuple(groups),
         tensors=tuple(tensors),
-        kept=tuple((v.entry.name, v.reason) for v in plan.verdicts if v.reason),
+        kept=tuple((entry.name, reason) for entry, _, reason in plan.verdicts if reason),
         warnings=tuple(_warnings(plan, tensors)),
         inputs=plan.inputs(),
     )

@@ -7,7 +7,7 @@ rules for names; ``include`` replaces them, and ``also`` adds to what they selec
 output sums over. A header has shapes without meaning. Matrices are [out, in], except the modules of
 transformers' Conv1D, in families that are known to use it. Stacked matrices of experts, [experts,
 out, in] or [experts, in, out], are told by the shapes of two that follow each other. Convolutions
-are [out, in, *kernel]. Of anything else :class:`UnknownLayout` asks the user for ``input_dims``.
+are [out, in, *kernel]. Of anything else :class:`SelectionError` asks the user for ``input_dims``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from distprune.base.blocks import Layout, layout_along
 from distprune.base.selecting import ADAPTER, PLAIN_FLOATS, matcher, reason_of_shape, reason_to_keep
@@ -32,18 +32,9 @@ _TIED = (
 )
 
 
-class Verdict(NamedTuple):
-    """Whether a tensor is pruned.
-
-    Attributes:
-        entry: the tensor.
-        group: number of the group of the recipe that it is in; None: it is left alone.
-        reason: why it is left alone; "" if it is pruned.
-    """
-
-    entry: TensorEntry
-    group: int | None
-    reason: str
+# A tensor; the number of its group in the recipe, None if it is left alone; and why it is left
+# alone, "" if it is pruned.
+Verdict = tuple[TensorEntry, int | None, str]
 
 
 def select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> tuple[list[Verdict], list[str]]:
@@ -76,7 +67,7 @@ def select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> tuple[list[Verdict
             raise SelectionError(text) from error
         by_group.append(reasons)
         warnings += [where + warning for warning in own_warnings]
-    verdicts = []
+    verdicts: list[Verdict] = []
     for entry, *own in zip(checkpoint.tensors, *by_group, strict=True):
         numbers = [number for number, reason in enumerate(own) if not reason]
         if len(numbers) > 1:
@@ -86,10 +77,10 @@ def select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> tuple[list[Verdict
                 "as each has a budget of its own. Exclude it from the others."
             )
         if numbers:
-            verdicts.append(Verdict(entry, numbers[0], ""))
+            verdicts.append((entry, numbers[0], ""))
             continue
         is_common = own.count(own[0]) == len(own) and not (recipe.groups and own[0] == _OTHER)
-        verdicts.append(Verdict(entry, None, own[0] if is_common else "in no group"))
+        verdicts.append((entry, None, own[0] if is_common else "in no group"))
     return verdicts, warnings
 
 
@@ -199,10 +190,6 @@ def matched(
     return found
 
 
-class UnknownLayout(SelectionError):
-    """The input dimension of a tensor is not known."""
-
-
 class Layouts:
     """The layouts of a checkpoint's tensors.
 
@@ -229,7 +216,7 @@ class Layouts:
         """The layout of a tensor.
 
         Raises:
-            UnknownLayout: with the reason, and how to give ``input_dims``.
+            SelectionError: with the reason, and how to give ``input_dims``.
         """
         shape, name = entry.shape, entry.name
         if name in self.given:
@@ -272,10 +259,10 @@ class Layouts:
                 return fits[1] if fits[0] != fits[1] else None
         return None
 
-    def _unknown(self, entry: TensorEntry, why: str) -> UnknownLayout:
+    def _unknown(self, entry: TensorEntry, why: str) -> SelectionError:
         family = f"model_type {', '.join(sorted(self._types)) or 'unknown'}"
         pattern, ndim = pattern_of(entry.name), len(entry.shape)
-        return UnknownLayout(
+        return SelectionError(
             f"{pattern} {list(entry.shape)} ({family}): its input dimension is not known, because "
             f"{why}. Give it with --input-dim '{pattern}=DIM', or in a recipe with input_dims; DIM "
             f"is {ndim - 1} for [..., out, in], {ndim - 2} for [..., in, out], and for a "

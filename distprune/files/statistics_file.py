@@ -68,7 +68,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -298,13 +298,13 @@ def match_statistics(
     needed: dict[str, StoredStatistics] = {}
     sources: dict[str, tuple[TensorEntry, Origin, str]] = {}
     for entry, layout in tensors:
-        origins = [o for o in origins_of(entry.name) if label_of(o.parameter) in stored]
+        origins = [o for o in origins_of(entry.name) if label_of(o[0]) in stored]
         if not origins:
             raise SelectionError(
                 f"{path} has no statistics of {entry.name}, but of {listed(list(stored))}; "
                 "calibrate a model with this layer, or exclude the tensor."
             )
-        label = label_of(origins[0].parameter)
+        label = label_of(origins[0][0])
         found = _statistics_of(entry, origins[0], stored[label])
         if found is None:
             raise SelectionError(
@@ -340,9 +340,7 @@ def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str]
     """
 
     def fits(rename: Callable[[str], str], check: Callable[[Iterable[bool]], bool] = all) -> bool:
-        return check(
-            any(rename(o.parameter) in stored for o in origins_of(name)) for name in tensors
-        )
+        return check(any(rename(o[0]) in stored for o in origins_of(name)) for name in tensors)
 
     if fits(str, any):
         return str
@@ -404,34 +402,24 @@ def siblings_key(name: str) -> str:
     return re.sub(r"\.\d+(?=\.(?!.*\.\d+\.))", ".*", name)
 
 
-class Origin(NamedTuple):
-    """A parameter that a tensor on disk may be, or may be a part of.
-
-    Attributes:
-        parameter: its name, except for the prefix of a base model.
-        expert: the index of its dimension 0 where the tensor is; None: the tensor is all of it.
-        num_parts: the outputs of an expert are those of so many tensors of one shape.
-        part: which of them this one is.
-    """
-
-    parameter: str
-    expert: int | None = None
-    num_parts: int = 1
-    part: int = 0
+# A parameter that a tensor on disk may be a part of: its name, but for the prefix of a base model;
+# the index of its dimension 0 where the tensor is, None if the tensor is all of it; of how many
+# tensors the outputs of an expert are; and which of them this one is.
+Origin = tuple[str, int | None, int, int]
 
 
 def origins_of(name: str) -> tuple[Origin, ...]:
     """What a tensor may be in a model: first the parameter of its own name."""
-    origins = [Origin(name)]
+    origins: list[Origin] = [(name, None, 1, 0)]
     if match := _OF_EXPERT.fullmatch(name):
         experts, number = match["experts"], int(match["number"])
         for merged, num_parts, part in _MERGED.get(match["matrix"], ()):
-            origins.append(Origin(f"{experts}.{merged}", number, num_parts, part))
+            origins.append((f"{experts}.{merged}", number, num_parts, part))
     renamed = [
-        origin._replace(parameter=origin.parameter.replace(own, other))
-        for origin in origins
+        (parameter.replace(own, other), expert, num_parts, part)
+        for parameter, expert, num_parts, part in origins
         for own, other in _RENAMED
-        if own in origin.parameter
+        if own in parameter
     ]
     return (*origins, *renamed)
 
@@ -449,7 +437,7 @@ def _statistics_of(
         origin: the parameter, and which part of it the tensor is.
         stored: statistics of the parameter.
     """
-    layout, row = stored.layout, origin.expert
+    layout, (_, row, num_parts, part) = stored.layout, origin
     if row is None:
         count, *matrix = layout.shape
         if entry.shape == layout.shape:
@@ -458,12 +446,12 @@ def _statistics_of(
             return None
         turned = WeightLayout(EXPERT_LAYOUTS[not layout.is_transposed], entry.shape)
         return replace(stored, layout=turned)
-    whole = (entry.shape[0] * origin.num_parts, *entry.shape[1:])
+    whole = (entry.shape[0] * num_parts, *entry.shape[1:])
     if not layout.are_experts or row >= layout.num_matrices or whole != layout.matrix_shape:
         return None
     count, first = stored.count, stored.first
     if stored.of_gradients:
-        first = first.reshape(layout.num_matrices, origin.num_parts, -1)[row, origin.part]
+        first = first.reshape(layout.num_matrices, num_parts, -1)[row, part]
     else:
         count, first = count[row], first[row]
     linear = WeightLayout("linear", entry.shape)

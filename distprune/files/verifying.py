@@ -27,7 +27,7 @@ from distprune.base.blocks import Layout
 from distprune.base.selecting import PLAIN_FLOATS
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry
 from distprune.files.disk import REPORT_FILE, pieces_of, read_into
-from distprune.files.errors import CheckpointError, printable
+from distprune.files.errors import CheckpointError, SelectionError, printable
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.pruning import (
@@ -39,7 +39,7 @@ from distprune.files.pruning import (
 )
 from distprune.files.ranked import Piece, Pieces, RankedTensors
 from distprune.files.reports import Counts, Report, identity_of, read_report, recipe_of
-from distprune.files.selecting import Layouts, UnknownLayout
+from distprune.files.selecting import Layouts
 from distprune.files.team import Progress, Team
 from distprune.ranks.collectives import world
 
@@ -162,7 +162,7 @@ def _check_files(
             f"{folder} was not made from {plan.checkpoint.folder}: the sizes or headers of the "
             "weight files were others."
         )
-    pruned = [verdict.entry for verdict in plan.verdicts if not verdict.reason]
+    pruned = [entry for entry, _, reason in plan.verdicts if not reason]
     header = mask_header({entry.name: entry.shape for entry in pruned}, is_of_checkpoint=True)
     size = len(header) + sum(memory.num_bytes_of(entry.numel) for entry in pruned)
     files = {file.name: file for file in (*plan.checkpoint.files, *plan.copied)}
@@ -332,7 +332,9 @@ def inspect(
             continue
         try:
             layout = layouts.of(entry)
-        except UnknownLayout:
+        except SelectionError:
+            if entry.name in layouts.given:
+                raise
             layout = Layout(1, 1)
         fitting = [(n, m) for n, m in patterns if entry.numel and layout.inputs % m == 0]
         for n, m in fitting:

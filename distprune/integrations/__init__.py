@@ -32,28 +32,24 @@ logger = logging.getLogger(__name__)
 _SELECTION = ("include", "exclude", "types", "names")
 
 
-class PruningState:
+def pruning_state(model: nn.Module, pruner: ScheduledPruner | None) -> dict[str, Any]:
     """The position in a schedule and the records of the masks, in plain values.
 
     Args:
         model: wrapped or not.
         pruner: of its parameters; None: there are the records only.
     """
+    pruning = None if pruner is None else pruner.state_dict()
+    return {"pruning": pruning, "masks": records_of(model)}
 
-    def __init__(self, model: nn.Module, pruner: ScheduledPruner | None) -> None:
-        self._model = model
-        self._pruner = pruner
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state, the same on every rank."""
-        pruning = None if self._pruner is None else self._pruner.state_dict()
-        return {"pruning": pruning, "masks": records_of(self._model)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state; the model has its masks already."""
-        if self._pruner is not None:
-            self._pruner.load_state_dict(state["pruning"])
-        put_records(self._model, state["masks"])
+def load_pruning_state(
+    model: nn.Module, pruner: ScheduledPruner | None, state: dict[str, Any]
+) -> None:
+    """Load what :func:`pruning_state` returned; the model has its masks already."""
+    if pruner is not None:
+        pruner.load_state_dict(state["pruning"])
+    put_records(model, state["masks"])
 
 
 class PlannedPruning:
@@ -76,7 +72,6 @@ class PlannedPruning:
 
     pruner: ScheduledPruner | None = None
     last_report: PruningReport | None = None
-    _state: PruningState
     _model: nn.Module
     _criterion: Criterion | None = None
 
@@ -138,7 +133,7 @@ class PlannedPruning:
         with ranks.raising_everywhere():
             self.pruner = pruner = self._make_pruner(model)
         count_live(lambda: ParameterArguments(parameters=pruner.parameters), ranks)
-        self._model, self._state = model, PruningState(model, pruner)
+        self._model = model
         if ranks.index == 0 and self._course is not None and num_steps < float("inf"):
             end, reached = self._course.ends_at, self._course.sparsity_at(int(num_steps) - 1)
             if end is not None and reached < end:
@@ -173,7 +168,7 @@ class PlannedPruning:
         """
         pruner = self.pruner
         assert pruner is not None
-        self._state.load_state_dict(state)
+        load_pruning_state(self._model, pruner, state)
         if pruner.sparsity > 0 and not any(is_pruned(module) for module, _ in pruner.parameters):
             raise RuntimeError(
                 f"the checkpoint of step {pruner.num_steps} is pruned to {pruner.sparsity:.2%}, "

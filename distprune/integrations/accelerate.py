@@ -23,6 +23,7 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ from distprune.base.pruned_form import is_dtensor
 from distprune.checkpoint import prepare_for_load
 from distprune.criteria.base import Criterion
 from distprune.files.checkpoint import read_header
-from distprune.integrations import PruningState
+from distprune.integrations import load_pruning_state, pruning_state
 from distprune.ranks.collectives import world
 from distprune.schedule import ScheduledPruner
 
@@ -139,7 +140,12 @@ def register_pruning(
     Cost: nothing now. In ``save_state`` the criteria write 4 bytes per element of this rank's
     shards; in a load they read as many.
     """
-    accelerator.register_for_checkpointing(PruningState(model, pruner))
+    accelerator.register_for_checkpointing(
+        SimpleNamespace(
+            state_dict=functools.partial(pruning_state, model, pruner),
+            load_state_dict=functools.partial(load_pruning_state, model, pruner),
+        )
+    )
 
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
         for number, criterion in enumerate(criteria):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 
 import distprune.checkpoint as checkpoint
-from distprune.integrations import PlannedPruning, add_masks
+from distprune.integrations import PlannedPruning, add_masks, pruning_state
 
 if TYPE_CHECKING:
     # A type that does not depend on the stubs of Lightning's Callback.
@@ -122,7 +122,7 @@ class PruningCallback(PlannedPruning, Callback):
         """The position in the schedule, the records of the masks, and what the criterion has."""
         if self.pruner is None:
             return {}
-        state = self._state.state_dict()
+        state = pruning_state(self._model, self.pruner)
         if self._criterion is None:
             return state
         if self._is_sharded:

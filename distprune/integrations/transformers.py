@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from distprune.api.local import is_pruned
 from distprune.checkpoint import prepare_for_load
-from distprune.integrations import PlannedPruning, add_masks, logger
+from distprune.integrations import PlannedPruning, add_masks, logger, pruning_state
 from distprune.integrations.accelerate import keys_of_model, load_criterion, save_criterion
 from distprune.ranks.collectives import world
 
@@ -102,12 +102,11 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """The state that the Trainer writes into ``trainer_state.json``."""
-        attributes = {"pruning": None} if self.pruner is None else self._state.state_dict()
-        return {"args": {}, "attributes": attributes}
+        has_state = self.pruner is not None
+        state = pruning_state(self._model, self.pruner) if has_state else {"pruning": None}
+        return {"args": {}, "attributes": state}
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse settings that cannot work, and prepare the model for loading masks."""
         problems = {
             f"the Trainer would copy the model to {args.n_gpu} GPUs by nn.DataParallel, at every "
@@ -130,9 +129,7 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
         if (model := kwargs.get("model")) is not None:
             model.register_load_state_dict_pre_hook(add_masks)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the pruner, and load its state from the checkpoint of a resumed run."""
         model: nn.Module = kwargs["model"]
         if args.fsdp and args.save_strategy != "no" and not self._is_attached:
@@ -168,30 +165,22 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
                 )
             load_criterion(self._criterion, folder)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the criterion read the gradients."""
         if self._criterion is not None:
             self._criterion.update()
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write what the criterion has collected into the checkpoint."""
         if self._criterion is not None:
             save_criterion(self._criterion, _checkpoint(args, state) / _CRITERION)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prune if a pruning is due."""
         if self._prune() is not None:
             control.should_log = True
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the sparsity to the logged values."""
         logs: dict[str, Any] = kwargs.get("logs") or {}
         if self.pruner is None or "loss" not in logs:
@@ -200,9 +189,7 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
         if state.log_history:
             state.log_history[-1]["sparsity"] = self.pruner.sparsity
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the zeros permanent if ``permanent``; else warn how the model has to be saved."""
         model: nn.Module | None = kwargs.get("model")
         if self._permanent:
@@ -216,7 +203,6 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             )
 
 
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+def _checkpoint(args: Any, state: Any) -> Path:
     """Where the Trainer saves at this step."""
-    assert args.output_dir is not None
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"

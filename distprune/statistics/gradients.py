@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -98,13 +98,12 @@ class GradientSums(RankBatches):
         """
         if self.problem is not None:
             raise self.problem
-        known = {block.batch_ranks for block in self._blocks.values() if block.batch_ranks}
+        known = {ranks for _, ranks, _ in self._blocks.values() if ranks}
         peers = peers_of(known, rank)  # for parameters that do not tell
         vectors = []
         for position, layout in enumerate(self._layouts):
-            block = self._blocks[position]
-            batch_ranks = peers if block.batch_ranks is None else block.batch_ranks
-            ranks = peers if block.ranks is None else block.ranks
+            of_block = self._blocks[position][1:]
+            batch_ranks, ranks = (peers if own is None else own for own in of_block)
             vector = torch.zeros(3 + layout.num_outputs + layout.num_inputs, dtype=torch.float64)
             if rank in batch_ranks:
                 vector[0] = difference_of(self.weight, batch_ranks, rank)
@@ -123,7 +122,7 @@ class GradientSums(RankBatches):
                 self._sums[position] = [
                     torch.zeros(shape, dtype=torch.float64, device=own.device) for shape in shapes
                 ]
-            counts, *both = self._blocks[position].ranges
+            counts, *both = self._blocks[position][0]
             sums = squares_along(own.reshape(len(counts), *map(len, both)))
             if layout.is_transposed:
                 both, sums = both[::-1], sums[::-1]
@@ -155,18 +154,11 @@ def squares_along(matrices: Tensor) -> tuple[Tensor, Tensor]:
     return over_second, over_first
 
 
-class GradientBlock(NamedTuple):
-    """What the gradient of a parameter on this rank is of; see [Note: blocks of gradients].
-
-    Attributes:
-        ranges: of the matrices, and of the first and the second dimension in them.
-        batch_ranks: ranks that run the same batches as this one; None: the parameter does not tell.
-        ranks: those of them whose gradients are of the same elements.
-    """
-
-    ranges: Sequence[range]
-    batch_ranks: tuple[int, ...] | None = None
-    ranks: tuple[int, ...] | None = None
+# What the gradient of a parameter on this rank is of: ranges of the matrices, and of the first and
+# the second dimension in them; the ranks that run the same batches as this one, None if the
+# parameter does not tell; and those of them whose gradients are of the same elements. See
+# [Note: blocks of gradients].
+GradientBlock = tuple[Sequence[range], tuple[int, ...] | None, tuple[int, ...] | None]
 
 
 def gradient_block(
@@ -185,11 +177,11 @@ def gradient_block(
     mesh = shard.mesh
     coordinate = None if mesh is None else mesh.get_coordinate()
     dims = layout.matrix_shape[::-1] if layout.is_transposed else layout.matrix_shape
-    whole = GradientBlock([range(size) for size in (layout.num_matrices, *dims)])
+    ranges: Sequence[range] = [range(size) for size in (layout.num_matrices, *dims)]
     if mesh is None:
-        return whole
+        return ranges, None, None
     if coordinate is None:  # outside of the mesh: no gradient comes, and no batch counts
-        return GradientBlock([range(0)] * 3, (), ())
+        return [range(0)] * 3, (), ()
     from torch.distributed.tensor import Replicate
 
     from distprune.shards.geometry import splits_of
@@ -211,18 +203,17 @@ def gradient_block(
         if isinstance(placement, Replicate):
             same_elements[axis] = slice(None)
     if same_batches == list(coordinate):
-        return whole
+        return ranges, None, None
     splits = splits_of(shard.name, shard.shape, tuple(mesh.shape), coordinate, placements)
     if splits and (layout.kind == "convolution" or any(split.num_groups > 1 for split in splits)):
         raise NotImplementedError(
             f"{shard.name}: the gradient on a rank is of a part of a convolution, or of groups of "
             f"rows ({shard.layout}); expected matrices that are split along whole dimensions."
         )
-    ranges = whole.ranges
     if splits:
         ranges = dim_coordinates(shard.shape, splits)
         ranges = ranges if layout.are_experts else (range(1), *ranges)
-    return GradientBlock(ranges, ranks_at(mesh, same_batches), ranks_at(mesh, same_elements))
+    return ranges, ranks_at(mesh, same_batches), ranks_at(mesh, same_elements)
 
 
 class GradientStatistics(Statistics):

@@ -334,7 +334,7 @@ class StoredLayers:
         """
         names, are_told = {}, True
         for name, source in self._sources.items():
-            found, end = [o.parameter for o in origins_of(source.names[0])], name.split(".")[-2:]
+            found, end = [o[0] for o in origins_of(source.names[0])], name.split(".")[-2:]
             are_told &= any(f".{name}".endswith(f".{origin}") for origin in found)
             fitting = [origin for origin in found if origin.split(".")[-2:] == end]
             if source.conversion is not None and not fitting:

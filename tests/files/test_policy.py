@@ -35,7 +35,7 @@ def make(tmp_path, tensors=LLAMA, **config):
 
 
 def reasons(found):
-    return {verdict.entry.name: verdict.reason for verdict in found.verdicts}
+    return {entry.name: reason for entry, _, reason in found.verdicts}
 
 
 def test_the_default_selection_and_its_order(tmp_path):

@@ -46,7 +46,7 @@ def test_names(tmp_path):
     tensors = {name: torch.ones(4, 4) for name in [*KEPT, *PRUNED]}
     source = save(tmp_path / "source", tensors)
     verdicts, _ = select_tensors(open_checkpoint(source), raw_recipe(0.5))
-    found = {verdict.entry.name: verdict.reason for verdict in verdicts}
+    found = {entry.name: reason for entry, _, reason in verdicts}
     assert {name: found[name] for name in KEPT} == KEPT
     assert {name: found[name] for name in PRUNED} == dict.fromkeys(PRUNED, "")
 
@@ -71,11 +71,11 @@ def test_shapes(tmp_path, shape, reason):
         tmp_path / "source", {"a.weight": torch.ones(shape), "b.weight": torch.ones(4, 4)}
     )
     verdicts, _ = select_tensors(open_checkpoint(source), raw_recipe(0.5))
-    assert [each.reason for each in verdicts] == [reason, ""]
+    assert [reason for *_, reason in verdicts] == [reason, ""]
     # Named one by one they are pruned; the number of dimensions is asked for on its own.
     for recipe in ({"include": ("*",)}, {"also": ("a",)}):
         verdicts, _ = select_tensors(open_checkpoint(source), raw_recipe(0.5, min_ndim=1, **recipe))
-        assert [each.reason for each in verdicts] == ["", ""]
+        assert [reason for *_, reason in verdicts] == ["", ""]
 
 
 ADAPTER = {

@@ -40,9 +40,9 @@ def operations(*given):
 def test_only_conversions_that_keep_rows_apart_are_read_in_rows():
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
-    from distprune._transformers import Conversion, Input
+    from distprune._transformers import Conversion
 
-    inputs = [Input(f"a.{i}.{n}", f"a.*.{n}", n, (2, 3)) for n in "xy" for i in range(4)]
+    inputs = [(f"a.{i}.{n}", f"a.*.{n}", n, (2, 3)) for n in "xy" for i in range(4)]
 
     def is_stack(*given, inputs=inputs):
         return Conversion("a.xy", operations(*given), inputs, None, None).is_stack
