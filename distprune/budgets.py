@@ -29,7 +29,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -239,16 +239,9 @@ def _ratio_of(parameter: Bounded, ratios: Mapping[Hashable, Fraction]) -> Fracti
     return found.pop()
 
 
-class Line(NamedTuple):
-    """Pruned elements of a parameter as a function of the level.
-
-    Attributes:
-        start: at level 0.
-        slope: more of them per level; >= 0.
-    """
-
-    start: Fraction | int
-    slope: Fraction | int
+# Pruned elements of a parameter as a function of the level: how many at level 0, and how many more
+# per level, >= 0.
+Line = tuple[Fraction | int, Fraction | int]
 
 
 def divided(
@@ -272,7 +265,7 @@ def divided(
     constant, slope, level, most = Fraction(0), Fraction(0), Fraction(0), Fraction(0)
     changes: list[tuple[Fraction, Fraction, Fraction]] = []
     for line, low, high in limited:
-        rise, start = Fraction(line.slope), Fraction(line.start)
+        start, rise = map(Fraction, line)
         if rise:
             changes.append(((low - start) / rise, start - low, rise))
             changes.append(((high - start) / rise, high - start, -rise))
@@ -290,7 +283,7 @@ def divided(
         constant, slope = constant + more, slope + steeper
     if slope:
         level = (total - constant) / slope
-    exact = [_held(line.start + line.slope * level, low, high) for line, low, high in limited]
+    exact = [_held(start + rise * level, low, high) for (start, rise), low, high in limited]
     # Each is rounded down, and the largest remainders up.
     counts = [math.floor(count) for count in exact]
     by_remainder = sorted(range(len(counts)), key=lambda i: (counts[i] - exact[i], i))
@@ -306,9 +299,9 @@ def _held(count: Fraction | int, low: int, high: int) -> Fraction:
 def lines_of(rule: str, parameters: Sequence[Bounded]) -> list[Line]:
     """The lines of "uniform", one sparsity for all, or of "erk"."""
     if rule == "uniform":
-        return [Line(0, parameter.num_elements) for parameter in parameters]
+        return [(0, parameter.num_elements) for parameter in parameters]
     # The level of ERK is minus the common factor of the densities.
-    return [Line(p.num_elements, (sum(p.shape) or 1) if p.num_elements else 0) for p in parameters]
+    return [(p.num_elements, (sum(p.shape) or 1) if p.num_elements else 0) for p in parameters]
 
 
 def owl_lines(
@@ -324,7 +317,7 @@ def owl_lines(
     low = min(ratios, default=Fraction(0))
     spread = max(ratios, default=low) - low
     densities = [(ratio - low) / spread * 2 * lam if spread else Fraction(0) for ratio in ratios]
-    return [Line(n * (1 - density), n) for n, density in zip(sizes, densities, strict=True)]
+    return [(n * (1 - density), n) for n, density in zip(sizes, densities, strict=True)]
 
 
 def exact_number(what: str, value: object) -> Fraction:

@@ -167,7 +167,10 @@ def load(
         entries.update(reader.read_metadata().state_dict_metadata)
         prefix = model_key + "."
         keys = {key.removeprefix(prefix) for key in entries if key.startswith(prefix)}
-        dense.extend(n for n in _masked(model) if n in keys and mask_key(n) not in keys)
+        for name, module, hook in pruned_parameters(model):
+            is_pruned = module._buffers.get(mask_key(hook._tensor_name)) is not None
+            if is_pruned and name in keys and mask_key(name) not in keys:
+                dense.append(name)
         if dense and unmasked == "error":
             raise ValueError(
                 f"{', '.join(dense)}: pruned in the model and dense in the checkpoint; expected "
@@ -181,13 +184,11 @@ def load(
         lambda keys: [("keys of the checkpoint", ", ".join(keys)), ("unmasked", unmasked)],
     )
     check_writable(model, group=group)
-    prepare_for_load(model, keys, group=group)
-
+    # A plain module calls "weight_orig" what shards call "weight".
+    names = prepare_for_load(model, keys, group=group)
     state = _state_of(model, optimizers, pruner)
     values = state.pop(_MODEL)
     kept = {mask_key(name): values.pop(mask_key(name)) for name in dense}
-    # A plain module calls "weight_orig" what shards call "weight".
-    names = {stored_key(n, values): stored_key(n, set(keys)) for n in _masked(model)}
     present = {saved: name for name, saved in names.items()}
     state[model_key] = _renamed(values, names)
     if optimizers:
@@ -285,15 +286,6 @@ def prepare_for_load(
     return {names.get(key, key): value for key, value in values.items()}
 
 
-def _masked(model: nn.Module) -> list[str]:
-    """The names of the parameters that have a mask on this rank."""
-    return [
-        name
-        for name, module, hook in pruned_parameters(model)
-        if module._buffers.get(mask_key(hook._tensor_name)) is not None
-    ]
-
-
 def _state_of(model: nn.Module, optimizers: Optimizers, pruner: Any) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import (
         get_model_state_dict,
@@ -320,7 +312,8 @@ def _dense_pairs(model: nn.Module, keys: Container[str]) -> list[NamedParameter]
             pruned under some of them.
     """
     managed, pairs = managed_parameters(model), []
-    for places in _by_parameter(model):
+    for tied in by_parameter(all_places(model)).values():
+        places = [place.pair for place in tied]
         # A file may have one name only of a tied parameter.
         stored = [place for place in places if stored_key(place.fqn, keys) in keys]
         dense = [place for place in stored if mask_key(place.fqn) not in keys]
@@ -341,12 +334,6 @@ def _dense_pairs(model: nn.Module, keys: Container[str]) -> list[NamedParameter]
             )
         pairs.append(fresh[0].with_places(fresh))
     return pairs
-
-
-def _by_parameter(model: nn.Module) -> list[list[NamedParameter]]:
-    """All names of each parameter, in the model's order."""
-    groups = by_parameter(all_places(model)).values()
-    return [[place.pair for place in places] for places in groups]
 
 
 def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -428,8 +415,9 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
         if ranks.index:
             return
         # Tied ones were gathered, and folded, one by one; as one tensor they are written once.
-        for first, *others in _by_parameter(model):
-            folded.update({each.fqn: folded[first.fqn] for each in others if each.fqn in folded})
+        for tied in by_parameter(all_places(model)).values():
+            first, *others = (place.pair.fqn for place in tied)
+            folded.update({name: folded[first] for name in others if name in folded})
         # By this transformers would shard and gather once more, on every rank.
         of_config = vars(saved.config)
         sharding = {k: of_config.pop(k) for k in ("distributed_config",) if k in of_config}

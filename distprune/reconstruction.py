@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -107,18 +107,18 @@ class ReconstructionReport(CallReport):
             return [name, pruned, *(f"{error:.4g}" for error in errors)]
 
         errors = [(entry.error_before, entry.error_after) for entry in self.parameters]
-        rows = [
-            row(entry.name, f"{share(entry.num_pruned, entry.num_elements):.2%}", *of_entry)
-            for entry, of_entry in zip(self.parameters, errors, strict=True)
-        ]
+        shares = [f"{share(each.num_pruned, each.num_elements):.2%}" for each in self.parameters]
+        names = [entry.name for entry in self.parameters]
+        entries = zip(names, shares, errors, strict=True)
+        rows = [row(name, pruned, *both) for name, pruned, both in entries]
         means = [sum(each) / len(rows) for each in zip(*errors, strict=True)]
         heading = ["parameter", "pruned", "error before", "error after"]
         lines = table(heading, rows, row("mean", "", *means))
-        facts = [f"least squares, {self.steps} steps, damping {self.damping:g}", *self._cost()]
-        if unmoved := sum(entry.num_rows_unmoved for entry in self.parameters):
-            facts.insert(
-                1, f"{unmoved:,} rows kept their weights, as they would have moved too far"
-            )
+        unmoved = sum(entry.num_rows_unmoved for entry in self.parameters)
+        facts = [f"least squares, {self.steps} steps, damping {self.damping:g}"]
+        if unmoved:
+            facts.append(f"{unmoved:,} rows kept their weights, as they would have moved too far")
+        facts += self._cost()
         return "\n".join([*lines, "; ".join(facts)])
 
 
@@ -245,15 +245,8 @@ def reconstruct(
                 )
             for weight in weights.values():
                 weight.commit()
-    return ReconstructionReport(
-        tuple(entries),
-        steps,
-        float(damping),
-        ranks.size,
-        ranks.num_collectives,
-        ranks.bytes_sent,
-        time.perf_counter() - started,
-    )
+    cost = ranks.size, ranks.num_collectives, ranks.bytes_sent, time.perf_counter() - started
+    return ReconstructionReport(tuple(entries), steps, float(damping), *cost)
 
 
 def _layouts_of(
@@ -325,9 +318,9 @@ class _Weight:
         def find_whole_rows() -> Tensor:
             self._new, self._blocks = shard.values.clone(), blocks_of(shard, layout)
             self._has = torch.zeros(shape, dtype=torch.int64)
-            for block in self._blocks:
-                if block.columns == range(self._width):
-                    self._has[block.matrix, block.rows.start : block.rows.stop] = 1
+            for matrix, rows, columns, _ in self._blocks:
+                if columns == range(self._width):
+                    self._has[matrix, rows.start : rows.stop] = 1
             return self._has.view(-1)
 
         self._num_having = ranks.reduce(layout.num_outputs, find_whole_rows).view(shape)
@@ -343,7 +336,7 @@ class _Weight:
         """
         ranks, device = self._ranks, self._shard.values.device
         gram, added = gram.to(device), added.to(device)
-        blocks = [block for block in self._blocks if block.matrix == number]
+        blocks = [block for block in self._blocks if block[0] == number]
         num_having = self._num_having[number]
 
         def solved(both: Tensor) -> Tensor:
@@ -400,20 +393,18 @@ class _Weight:
         """
         values, mask = self._shard.values, self._shard.mask
         both = values.new_zeros(2, len(ids), self._width, dtype=dtype)
-        for block in blocks:
-            here, rows, columns = block.find(ids)
-            part = block.view(values)[rows].flatten(1).to(dtype)
+        for view, here, rows, columns in _blocks_with(blocks, ids):
+            part = view(values)[rows].flatten(1).to(dtype)
             keep = part != 0
             if mask is not None:
-                keep &= block.view(mask)[rows].flatten(1) != 0
+                keep &= view(mask)[rows].flatten(1) != 0
             both[0, here, columns], both[1, here, columns] = part, keep.to(dtype)
         return both
 
     def _write(self, blocks: Iterable[Block], ids: Tensor, new: Tensor) -> None:
         """Keep the new values of some rows, as far as they are this rank's."""
-        for block in blocks:
-            here, rows, columns = block.find(ids)
-            piece = block.view(self._new)
+        for view, here, rows, columns in _blocks_with(blocks, ids):
+            piece = view(self._new)
             part = new[here, columns].to(piece.dtype)
             if not bool(part.isfinite().all()):
                 self.errors += torch.nan
@@ -481,26 +472,20 @@ def _ratio(values: Tensor, others: Tensor) -> Tensor:
     return torch.where(is_number, values / others, 0)
 
 
-class Block(NamedTuple):
-    """What a rank has of one matrix; see [Note: blocks].
+# What a rank has of one matrix, see [Note: blocks]: the number of the matrix; the rows and columns
+# of the block in it; and what makes of a local tensor, laid out like the rank's part of the weight,
+# a view of the block, [rows, ...].
+View = Callable[[Tensor], Tensor]
+Block = tuple[int, range, range, View]
 
-    Attributes:
-        matrix: its number.
-        rows, columns: where the block is in the matrix.
-        view: from a local tensor, laid out like the rank's part of the weight, to a view of the
-            block: [rows, ...].
-    """
 
-    matrix: int
-    rows: range
-    columns: range
-    view: Callable[[Tensor], Tensor]
-
-    def find(self, ids: Tensor) -> tuple[Tensor, Tensor, slice]:
-        """Which of some rows of the matrix are in the block, their rows in it, and its columns."""
-        inside = (ids >= self.rows.start) & (ids < self.rows.stop)
-        here = inside.nonzero().view(-1)
-        return here, ids[here] - self.rows.start, slice(self.columns.start, self.columns.stop)
+def _blocks_with(
+    blocks: Iterable[Block], ids: Tensor
+) -> Iterator[tuple[View, Tensor, Tensor, slice]]:
+    """Of each block the view, which of some rows are in it, their rows in it, and its columns."""
+    for _, rows, columns, view in blocks:
+        here = ((ids >= rows.start) & (ids < rows.stop)).nonzero().view(-1)
+        yield view, here, ids[here] - rows.start, slice(columns.start, columns.stop)
 
 
 def blocks_of(shard: Shard, layout: WeightLayout) -> list[Block]:
@@ -521,15 +506,9 @@ def blocks_of(shard: Shard, layout: WeightLayout) -> list[Block]:
         )
     where, (height, _) = shard.coordinates, layout.matrix_shape
     if layout.are_experts or layout.is_transposed:
-        return [
-            Block(
-                matrix,
-                where[layout.output_dim],
-                where[layout.input_dim],
-                partial(_matrix, number, layout.is_transposed),
-            )
-            for number, matrix in enumerate(where[0] if layout.are_experts else range(1))
-        ]
+        sides = where[layout.output_dim], where[layout.input_dim]
+        matrices = enumerate(where[0] if layout.are_experts else range(1))
+        return [(n, *sides, partial(_matrix, i, layout.is_transposed)) for i, n in matrices]
     if any(len(have) != whole for have, whole in zip(where[2:], layout.shape[2:], strict=True)):
         raise NotImplementedError(
             f"{shard.name}: a convolution that is sharded along its kernel; expected shards along "
@@ -537,14 +516,14 @@ def blocks_of(shard: Shard, layout: WeightLayout) -> list[Block]:
         )
     kernel = math.prod(layout.shape[2:])
     columns = range(where[1].start * kernel, where[1].stop * kernel)
-    blocks = []
+    blocks: list[Block] = []
     for matrix in range(layout.num_matrices):  # groups of outputs
         first = matrix * height
         start, stop = max(where[0].start, first), min(where[0].stop, first + height)
         if start < stop:
             here = slice(start - where[0].start, stop - where[0].start)
             rows = range(start - first, stop - first)
-            blocks.append(Block(matrix, rows, columns, operator.itemgetter(here)))
+            blocks.append((matrix, rows, columns, operator.itemgetter(here)))
     return blocks
 
 
@@ -574,4 +553,4 @@ def _blocks_of_run(shard: Shard, layout: WeightLayout) -> Iterator[Block]:
             return found.mT if is_transposed else found
 
         rows, columns = (along, across) if is_transposed else (across, along)
-        yield Block(matrix, rows, columns, view)
+        yield matrix, rows, columns, view

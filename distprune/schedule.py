@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Cubic", "Function", "Linear", "OneShot", "Schedule", "ScheduledPruner"]
 
-# The keys of recipes that say what to do with a checkpoint.
+# The keys of recipes that are arguments of ``select``, and those for checkpoints.
+_SELECTION = ("include", "exclude", "names", "also", "min_ndim")
 _FOR_CHECKPOINTS = ("groups", "statistics", "scores", "masks", "card")
 
 
@@ -184,23 +185,13 @@ class ScheduledPruner:
                 f"the recipe has {', '.join(names)}; expected none of that for a model, because "
                 "it says what to do with a checkpoint. `distprune prune` prunes checkpoints."
             )
-        options: dict[str, Any] = {}
-        if recipe.has_limits:
-            options = {FLOOR: recipe.min_sparsity, CEILING: recipe.max_sparsity}
+        options: dict[str, Any] = {FLOOR: recipe.min_sparsity, CEILING: recipe.max_sparsity}
         if recipe.budget is not None:
             options = {"budget": partial(getattr(budgets, recipe.budget), **options)}
         if recipe.score == "random":
             options["pruning_method"] = _seeded_random(recipe.seed or 0)
-        pairs = select(
-            model,
-            recipe.include,
-            recipe.exclude,
-            names=recipe.names,
-            also=recipe.also,
-            min_ndim=recipe.min_ndim,
-        )
-        for option in ("scope", "pattern", "input_dims"):
-            options[option] = getattr(recipe, option)
+        options |= {key: getattr(recipe, key) for key in ("scope", "pattern", "input_dims")}
+        pairs = select(model, **{key: getattr(recipe, key) for key in _SELECTION})
         return cls(pairs, recipe.course, group=group, normalize=recipe.divisor, **options)
 
     def step(self) -> PruningReport | None:
@@ -310,13 +301,12 @@ class ScheduledPruner:
         """
         places = [place for pair in self._parameters for place in tied_places(pair)]
         pairs = [place for place in places if find_hook(*place) is not None]
-        for module, name in pairs:
-            check_removable(module, name)
+        for pair in pairs:
+            check_removable(*pair)
         self._has_pruned = False
-        for module, name in pairs:
-            # It may have been removed with a parameter to which it is tied.
-            if find_hook(module, name) is not None:
-                remove(module, name)
+        for pair in pairs:
+            if find_hook(*pair) is not None:  # else it went with one to which it is tied
+                remove(*pair)
 
     def _prune(self) -> PruningReport | None:
         ranks = world(self._process_group)

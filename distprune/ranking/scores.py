@@ -291,10 +291,11 @@ class FactorScores(ScoreSource):
         if self._are_signed:
             weights = np.abs(weights, out=scratch.array("magnitudes", weights.size, weights.dtype))
         for block in self._matrix.blocks(start, stop):
-            shape = (block.rows.stop - block.rows.start, block.columns.stop - block.columns.start)
-            out = scores[block.start : block.stop].reshape(shape)
+            first, last, _, rows, columns = block
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            out = scores[first:last].reshape(shape)
             factors = [[slice_of(factor, block).numpy() for factor in term] for term in terms]
-            own = weights[block.start : block.stop].reshape(shape)
+            own = weights[first:last].reshape(shape)
             total = _product(factors[0], out)
             for term in factors[1:]:
                 term_out = scratch.array("term", out.size, out.dtype).reshape(out.shape)
@@ -451,10 +452,12 @@ def widened(scores: Tensor, scratch: Scratch, dtype: torch.dtype) -> Array:
 
 def slice_of(factor: Tensor, block: Block) -> Tensor:
     """The part of a factor that meets a block: [rows or 1, columns or 1]."""
-    matrix = block.matrix if factor.shape[0] > 1 else 0
-    rows = block.rows if factor.shape[1] > 1 else slice(None)
-    columns = block.columns if factor.shape[2] > 1 else slice(None)
-    return factor[matrix, rows, columns]
+    _, _, matrix, rows, columns = block
+    count, height, width = factor.shape
+    every = slice(None)
+    return factor[
+        matrix if count > 1 else 0, rows if height > 1 else every, columns if width > 1 else every
+    ]
 
 
 def factor_at(factor: Tensor, places: tuple[Tensor | int, Tensor, Tensor]) -> Tensor:

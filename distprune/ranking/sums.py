@@ -304,8 +304,9 @@ def _reduced(weights: Sequence[Summed], sizes: Sequence[int], exponents: Tensor 
         out = outs[weight.part.scores.device]
         several = [places.to(out.device) for places in weight.places]
         for block in weight.matrix.blocks(span.start, span.stop):
-            shape = (block.rows.stop - block.rows.start, block.columns.stop - block.columns.start)
-            values = magnitudes[block.start : block.stop].view(shape)
+            start, stop, _, rows, columns = block
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            values = magnitudes[start:stop].view(shape)
             for first, places in zip(first_of[i], several, strict=False):
                 place = slice_of(places, block) + first
                 axes = [axis for axis in (0, 1) if place.shape[axis] == 1]

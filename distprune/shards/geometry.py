@@ -29,7 +29,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,40 +38,19 @@ from torch import Tensor
 from distprune.base import memory
 from distprune.base.memory import Array
 
-
-class Split(NamedTuple):
-    """One cut of a tensor dimension into chunks, as torch.chunk makes them.
-
-    Attributes:
-        dim: the dimension.
-        num_chunks: how many chunks there are.
-        chunk: the number of this rank's chunk.
-        num_groups: equal parts of the dimension that are each cut: see [Note: folds].
-    """
-
-    dim: int
-    num_chunks: int
-    chunk: int
-    num_groups: int = 1
+# One cut of a tensor dimension into chunks, as torch.chunk makes them: the dimension, the number of
+# chunks, and the number of this rank's chunk. If equal parts of the
+# dimension are each cut, also their number: see [Note: folds].
+Split = tuple[int, ...]
+# How a dimension is seen as two, groups and what is in a group: its number, and the two sizes.
+Fold = tuple[int, int, int]
 
 
-class Fold(NamedTuple):
-    """How a dimension is seen as two, groups and what is in a group: see [Note: folds].
-
-    Attributes:
-        dim: the dimension.
-        num_groups, size: the two sizes in place of its own, which is their product.
-    """
-
-    dim: int
-    num_groups: int
-    size: int
-
-    def opened(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape with two dimensions in place of one; of a factor, 1 and 1 in place of 1."""
-        dim, size = self.dim, shape[self.dim]
-        two = (1, 1) if size == 1 else (self.num_groups, self.size)
-        return (*shape[:dim], *two, *shape[dim + 1 :])
+def opened(fold: Fold, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape with two dimensions in place of one; of a factor, 1 and 1 in place of 1."""
+    dim, *sizes = fold
+    two = (1, 1) if shape[dim] == 1 else sizes
+    return (*shape[:dim], *two, *shape[dim + 1 :])
 
 
 def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[range, ...]:
@@ -86,7 +65,7 @@ def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[rang
         (i, j, ...) is the global element (result[0][i], result[1][j], ...).
     """
     coordinates = [range(size) for size in shape]
-    for dim, num_chunks, chunk, _ in splits:
+    for dim, num_chunks, chunk, *_ in splits:
         size = -(-len(coordinates[dim]) // num_chunks)
         coordinates[dim] = coordinates[dim][chunk * size : (chunk + 1) * size]
     return tuple(coordinates)
@@ -186,7 +165,7 @@ class IndexMap:
             Its dimensions are those of the coordinates, in their natural order.
         """
         if self.fold is not None:
-            whole, shape = whole.reshape(self.fold.opened(whole.shape)), self.fold.opened(shape)
+            whole, shape = whole.reshape(opened(self.fold, whole.shape)), opened(self.fold, shape)
         for dim, rows in zip(self.dims, self.coordinates, strict=True):
             if whole.shape[dim] == shape[dim] != len(rows):
                 whole = whole.narrow(dim, rows.start, len(rows))
@@ -261,20 +240,9 @@ def memory_order(tensor: Tensor) -> list[int] | None:
     return dims if tensor.permute(dims).is_contiguous() else None
 
 
-class Block(NamedTuple):
-    """A rectangle of the matrix whose elements lie side by side in a flat part.
-
-    Attributes:
-        start, stop: positions, from the beginning of the part that was cut into blocks.
-        matrix: its number.
-        rows, columns: of the matrix.
-    """
-
-    start: int
-    stop: int
-    matrix: int
-    rows: slice
-    columns: slice
+# A rectangle of a matrix whose elements lie side by side in a flat part: positions, from the
+# beginning of the part that was cut into blocks; the number of the matrix; rows; and columns.
+Block = tuple[int, int, int, slice, slice]
 
 
 @dataclass(frozen=True)
@@ -308,7 +276,7 @@ class MatrixRun:
         num_row_dims = 1
         if len(sizes) == 3 and min(sizes[1:]) > 1:
             for factor in factors:
-                shape = factor.shape if index.fold is None else index.fold.opened(factor.shape)
+                shape = factor.shape if index.fold is None else opened(index.fold, factor.shape)
                 experts, outputs, inputs = (shape[dim] for dim in index.dims)
                 if (experts > 1 or sizes[0] == 1) and (outputs > 1) != (inputs > 1):
                     num_row_dims = 2
@@ -336,7 +304,7 @@ class MatrixRun:
                 length = left - left % num_columns
                 rows, columns = slice(row, row + length // num_columns), slice(0, num_columns)
             first = position - origin
-            yield Block(first, first + length, matrix, rows, columns)
+            yield first, first + length, matrix, rows, columns
             position += length
 
     def places(self, positions: Tensor) -> tuple[Tensor | int, Tensor, Tensor]:
@@ -412,14 +380,13 @@ def splits_of(
         if not is_cut(placement):
             continue
         dim, axes = placement.dim % len(shape), axes_of[placement.dim]
-        cut = Split(dim, mesh_shape[axis], coordinate[axis] if coordinate else 0)
+        cut: Split = dim, mesh_shape[axis], coordinate[axis] if coordinate else 0
         if not hasattr(placement, "split_factor"):
             plain.append(cut)
             continue
         factor, num_chunks = int(placement.split_factor), math.prod(mesh_shape[a] for a in axes)
-        if axes == [axis]:
-            cut = cut._replace(num_groups=factor)
         if axes == [axis] and factor > 1:
+            cut = *cut, factor
             is_known = shape[dim] % (factor * num_chunks) == 0
         else:
             later = [other for other in axes if other > axis]
@@ -457,11 +424,11 @@ def index_of_splits(name: str, shape: Sequence[int], splits: Sequence[Split]) ->
 
     At most one cut is of groups, and no other is of its dimension.
     """
-    folds = [Fold(dim, n, shape[dim] // n) for dim, _, _, n in splits if n > 1]
+    folds = [(dim, n[0], shape[dim] // n[0]) for dim, _, _, *n in splits if n]
     if len(folds) > 1:
         raise NotImplementedError(f"{name}: parts of groups of rows in two dimensions.")
     for fold in folds:
-        shape = fold.opened(shape)
-        splits = [split._replace(dim=split.dim + (split.dim >= fold.dim)) for split in splits]
+        shape = opened(fold, shape)
+        splits = [(dim + (dim >= fold[0]), *cut) for dim, *cut in splits]
     index = index_map(shape, dim_coordinates(shape, splits), range(len(shape)))
     return replace(index, fold=folds[0]) if folds else index

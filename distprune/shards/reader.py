@@ -230,7 +230,7 @@ def local_shard(
     else:
         expected, fold = list(map(len, index.coordinates)), index.fold
         if fold is not None:
-            expected[fold.dim] *= expected.pop(fold.dim + 1)
+            expected[fold[0]] *= expected.pop(fold[0] + 1)
         is_row_major = values.is_contiguous()
         if list(values.shape) != expected or not (fold is None or is_row_major):
             raise NotImplementedError(
@@ -322,17 +322,14 @@ def _registered(module: nn.Module, name: str, label: str) -> Tensor:
 
 
 def _check_kind(label: str, parameter: Tensor) -> None:
-    dtype, layout = parameter.dtype, parameter.layout
-    is_narrow = parameter.is_floating_point() and parameter.itemsize == 1
-    problems = {
-        f"dtype {dtype} is quantised; dequantise it first": parameter.is_quantized or is_narrow,
-        f"layout {layout} is sparse already; expected a dense one": layout is not torch.strided,
-        "it is on the meta device; materialise the model first": parameter.is_meta,
-        "it is a lazy parameter; run one forward first": nn.parameter.is_lazy(parameter),
-    }
-    for problem, has_it in problems.items():
-        if has_it:
-            raise NotImplementedError(f"{label}: {problem}.")
+    dtype, is_lazy = parameter.dtype, nn.parameter.is_lazy(parameter)
+    is_narrow = parameter.is_quantized or (dtype.is_floating_point and dtype.itemsize == 1)
+    if is_lazy or is_narrow or parameter.layout is not torch.strided or parameter.is_meta:
+        kind = "lazy" if is_lazy else f"of dtype {dtype} and layout {parameter.layout}"
+        raise NotImplementedError(
+            f"{label} is {kind} on {parameter.device}; expected a dense parameter with values, not "
+            "quantised: materialise, dequantise or initialise it first."
+        )
 
 
 class Place(NamedTuple):

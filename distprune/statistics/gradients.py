@@ -205,7 +205,7 @@ def gradient_block(
     if same_batches == list(coordinate):
         return ranges, None, None
     splits = splits_of(shard.name, shard.shape, tuple(mesh.shape), coordinate, placements)
-    if splits and (layout.kind == "convolution" or any(split.num_groups > 1 for split in splits)):
+    if splits and (layout.kind == "convolution" or any(len(split) > 3 for split in splits)):
         raise NotImplementedError(
             f"{shard.name}: the gradient on a rank is of a part of a convolution, or of groups of "
             f"rows ({shard.layout}); expected matrices that are split along whole dimensions."

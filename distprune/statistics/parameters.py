@@ -250,7 +250,7 @@ def _read_dtensor(
     """This rank's part of an input, its values, and what it has of ``keep``."""
     from torch.distributed.tensor.placement_types import Replicate, Shard
 
-    from distprune.shards.geometry import Split, dim_coordinates
+    from distprune.shards.geometry import dim_coordinates
 
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
@@ -269,7 +269,7 @@ def _read_dtensor(
                 "of its features or of its tokens. Redistribute the input before the layer."
             )
         dim = placement.dim % value.ndim
-        splits.append(Split(dim, size, place))
+        splits.append((dim, size, place))
         same_all[axis] = place
         if dim != feature_dim:
             same_tokens[axis] = place

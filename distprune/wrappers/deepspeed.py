@@ -176,9 +176,9 @@ def masters_of(parameter: Any) -> list[tuple[Tensor, slice]]:
 
     And where that part is in the parameter, row-major.
     """
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None:
+    if not has_master(parameter):
         return []
+    mapping = parameter._hp_mapping
     address = mapping.lp_fragment_address
     part = slice(address.start, address.start + address.numel)
     return [(mapping.hp_fragment.detach(), part)]

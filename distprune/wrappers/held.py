@@ -105,11 +105,6 @@ class Held:
         """Whether the gradient is not to be masked for now."""
         return has_dense_gradient(*self.places[0])
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether the mask acts on the parameter that the module has now."""
-        return find_held(*self.places[0]) is self
-
     def stored(self) -> list[tuple[Tensor, Tensor]]:
         """What this rank stores of the parameter, and the part of the mask of each.
 
@@ -327,5 +322,6 @@ def keep_pruned_values() -> Iterator[None]:
     finally:
         kept, _kept = _kept, outer
         for held in kept:
-            if not held.is_zero and held.places and held.is_attached:
+            is_there = held.places and find_held(*held.places[0]) is held
+            if is_there and not held.is_zero:
                 zero_new(held)

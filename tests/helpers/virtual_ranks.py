@@ -10,7 +10,7 @@ from torch import Tensor
 from distprune.ranking.chunks import Part
 from distprune.ranking.scores import ScoreSource
 from distprune.ranks.collectives import Communicator
-from distprune.shards.geometry import Split, dim_coordinates, index_map
+from distprune.shards.geometry import dim_coordinates, index_map
 
 
 class _Stopped(Exception):
@@ -119,22 +119,22 @@ def layout(kind: str, shape: tuple[int, ...], size: int, rank: int):
     half = size // 2
     match kind:
         case "rows":
-            return [Split(0, size, rank)], 0, 1
+            return [(0, size, rank)], 0, 1
         case "columns":
-            return [Split(len(shape) - 1, size, rank)], 0, 1
+            return [(len(shape) - 1, size, rank)], 0, 1
         case "replicated":
             return [], rank, size
         case "owned by the last":
-            return [Split(0, 1, 0)] if rank == size - 1 else None, 0, 1
+            return [(0, 1, 0)] if rank == size - 1 else None, 0, 1
         case "strided" if size % 2 == 0:
             # FSDP2 over 2 tensor parallel ranks: rows cut by tp, then by dp.
-            return [Split(0, 2, rank % 2), Split(0, half, rank // 2)], 0, 1
+            return [(0, 2, rank % 2), (0, half, rank // 2)], 0, 1
         case "hybrid" if size % 2 == 0:
-            return [Split(0, 2, rank % 2)], rank // 2, half
+            return [(0, 2, rank % 2)], rank // 2, half
         case "grid" if size % 2 == 0:
             last = len(shape) - 1
-            return [Split(0, 2, rank % 2), Split(last, half, rank // 2)], 0, 1
-    return [Split(0, size, rank)], 0, 1
+            return [(0, 2, rank % 2), (last, half, rank // 2)], 0, 1
+    return [(0, size, rank)], 0, 1
 
 
 LAYOUTS = ("rows", "columns", "replicated", "owned by the last", "strided", "hybrid", "grid")

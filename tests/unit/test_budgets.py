@@ -14,7 +14,7 @@ from torch import nn
 import distprune as prune
 from distprune import budgets
 from distprune.base.amount import Bounded
-from distprune.budgets import Line, divided, lines_of, owl_lines
+from distprune.budgets import divided, lines_of, owl_lines
 from distprune.schedule import Linear, ScheduledPruner
 from helpers.models import Net, fill
 from helpers.sampling import num_examples
@@ -27,8 +27,8 @@ NAMES = ["l1.weight", "l2.weight", "l3.weight"]  # 60, 50 and 15 elements
 
 def held_at(level, lines, lowest, highest):
     return [
-        min(max(line.start + line.slope * level, low), high)
-        for line, low, high in zip(lines, lowest, highest, strict=True)
+        min(max(start + slope * level, low), high)
+        for (start, slope), low, high in zip(lines, lowest, highest, strict=True)
     ]
 
 
@@ -37,7 +37,7 @@ def held_at(level, lines, lowest, highest):
 def test_counts_have_the_sum_and_lie_on_the_lines(data):
     size = data.draw(st.integers(1, 6))
     fractions = st.fractions(-20, 20, max_denominator=12)
-    lines = [Line(data.draw(fractions), abs(data.draw(fractions))) for _ in range(size)]
+    lines = [(data.draw(fractions), abs(data.draw(fractions))) for _ in range(size)]
     limits = [sorted((data.draw(st.integers(0, 30)), data.draw(st.integers(0, 30)))) for _ in lines]
     lowest, highest = [low for low, _ in limits], [high for _, high in limits]
     total = data.draw(st.integers(sum(lowest), sum(highest)))
@@ -52,26 +52,26 @@ def test_counts_have_the_sum_and_lie_on_the_lines(data):
     assert all(low <= n <= high for n, low, high in zip(counts, lowest, highest, strict=True))
     # At one level no count is a whole element away from its line, held between the limits.
     above, below = [Fraction(-(10**9))], [Fraction(10**9)]
-    for n, line, low, high in zip(counts, lines, lowest, highest, strict=True):
-        if not line.slope:
-            assert abs(min(max(line.start, low), high) - n) < 1
+    for n, (start, slope), low, high in zip(counts, lines, lowest, highest, strict=True):
+        if not slope:
+            assert abs(min(max(start, low), high) - n) < 1
             continue
         if low < n:
-            above.append((n - 1 - line.start) / line.slope)
+            above.append((n - 1 - start) / slope)
         if n < high:
-            below.append((n + 1 - line.start) / line.slope)
+            below.append((n + 1 - start) / slope)
     assert max(above) < min(below)
 
 
 def test_largest_remainders_are_rounded_up_and_equal_ones_in_order():
-    lines = [Line(0, 4), Line(0, 5), Line(0, 4), Line(0, 5)]
+    lines = [(0, 4), (0, 5), (0, 4), (0, 5)]
     assert divided(lines, [0] * 4, [9] * 4, 6) == [1, 2, 1, 2]  # 4/3 and 5/3
     assert divided(lines, [0] * 4, [9] * 4, 5) == [1, 2, 1, 1]  # 10/9 and 25/18
 
 
 def test_numbers_that_floats_cannot_hold():
     huge = 2**60 + 1
-    lines = [Line(0, huge), Line(0, huge), Line(0, 1)]
+    lines = [(0, huge), (0, huge), (0, 1)]
     assert sum(divided(lines, [0] * 3, [huge, huge, 1], huge)) == huge
 
 
@@ -95,7 +95,7 @@ def exact_shares(lines, parameters, sparsity):
     """The sparsities before counts are rounded, to 1e-12, and the total's."""
     sizes = [parameter.num_elements for parameter in parameters]
     total, unit = round(sparsity * sum(sizes)), 10**12
-    finer = [Line(line.start * unit, line.slope * unit) for line in lines]
+    finer = [(start * unit, slope * unit) for start, slope in lines]
     counts = divided(finer, [0] * len(sizes), [n * unit for n in sizes], total * unit)
     shares = [count / (n * unit) for count, n in zip(counts, sizes, strict=True)]
     return shares, total / sum(sizes)

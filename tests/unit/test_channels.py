@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from distprune.methods.channels import joint_norms
 from distprune.ranks.collectives import Communicator
-from distprune.shards.geometry import Split, dim_coordinates
+from distprune.shards.geometry import dim_coordinates
 from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks
 
@@ -23,7 +23,7 @@ def channel_norms(rows, n, channel_of_row, num_channels, channel_size, communica
 
 def norms_over(values, dim, n, split_dim, size):
     def on_rank(communicator):
-        coordinates = dim_coordinates(values.shape, [Split(split_dim, size, communicator.index)])
+        coordinates = dim_coordinates(values.shape, [(split_dim, size, communicator.index)])
         held = [torch.arange(rows.start, rows.stop) for rows in coordinates]
         part = values.index_select(split_dim, held[split_dim])
         channels = values.shape[dim]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import distprune as prune
 from distprune.base.memory import Scratch
 from distprune.ranking.scores import FactorScores, Runs
-from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
+from distprune.shards.geometry import dim_coordinates, index_map, run_index_map
 from distprune.shards.shard import Shard
 
 SHAPES = [(7,), (5, 6), (6, 1), (1, 6), (4, 3, 2, 2), (3, 1, 4), (4, 3, 5), (1, 3, 5)]
@@ -46,7 +46,7 @@ def shards_of(values, memory_dims, generator):
     """Parts of a tensor as wrappers cut it: chunks of dimensions, and runs of its memory."""
     shape = values.shape
     splits = [
-        Split(dim, chunks, generator.randrange(chunks))
+        (dim, chunks, generator.randrange(chunks))
         for dim in range(len(shape))
         for chunks in [generator.choice([1, 1, 2, 3])]
     ]

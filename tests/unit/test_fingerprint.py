@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distprune.masks import fingerprint
 from distprune.masks.fingerprint import fingerprint_parts
-from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
+from distprune.shards.geometry import dim_coordinates, index_map, memory_order, run_index_map
 from distprune.shards.shard import Shard
 from helpers.sampling import num_examples
 
@@ -87,9 +87,9 @@ def test_no_sharding_changes_it(shape, order, numpy):
     with mock.patch("distprune.base.memory.takes_numpy", lambda device: numpy):
         for dim in range(4):
             for size in (2, 3, 8):
-                parts = [part_of(mask, [Split(dim, size, which)]) for which in range(size)]
+                parts = [part_of(mask, [(dim, size, which)]) for which in range(size)]
                 assert fingerprint_of(parts) == expected
-        grid = [[Split(0, 2, i), Split(3, 3, j)] for i in range(2) for j in range(3)]
+        grid = [[(0, 2, i), (3, 3, j)] for i in range(2) for j in range(3)]
         assert fingerprint_of(part_of(mask, splits) for splits in grid) == expected
         edges = [0, 1, mask.numel() // 3, mask.numel() // 3, mask.numel()]
         runs = [run_of(mask, *edges[i : i + 2]) for i in range(4)]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
+from distprune.shards.geometry import dim_coordinates, index_map, memory_order, run_index_map
 from helpers.sampling import num_examples
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -27,15 +27,15 @@ def all_ranks(cut):
     """Every combination of chunks: one list of splits per rank."""
     ranks = [[]]
     for dim, num_chunks in cut:
-        ranks = [[*r, Split(dim, num_chunks, which)] for r in ranks for which in range(num_chunks)]
+        ranks = [[*r, (dim, num_chunks, which)] for r in ranks for which in range(num_chunks)]
     return ranks
 
 
 def cut_by_torch(whole, splits):
     for split in splits:
-        chunks = whole.chunk(split.num_chunks, split.dim)
-        empty = whole.narrow(split.dim, 0, 0)
-        whole = chunks[split.chunk] if split.chunk < len(chunks) else empty
+        dim, num_chunks, chunk = split
+        chunks = whole.chunk(num_chunks, dim)
+        whole = chunks[chunk] if chunk < len(chunks) else whole.narrow(dim, 0, 0)
     return whole
 
 
@@ -112,5 +112,5 @@ def test_tensors_with_gaps_or_overlaps_have_no_order():
 
 def test_more_than_two_to_the_31_elements():
     shape = (2**17, 2**16)
-    index = index_map(shape, dim_coordinates(shape, [Split(1, 2, 1)]), [0, 1])
+    index = index_map(shape, dim_coordinates(shape, [(1, 2, 1)]), [0, 1])
     assert index(torch.tensor([2**32 - 1])).tolist() == [2**33 - 1]
