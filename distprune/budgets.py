@@ -233,8 +233,7 @@ def _ratio_of(parameter: Bounded, ratios: Mapping[Hashable, Fraction]) -> Fracti
         many = "several outlier ratios" if found else "no outlier ratio"
         raise ValueError(
             f"ratios has {many} for {parameter.label}; expected one of every parameter, under its "
-            "(module, name), its full name, or the name of its block. Leave out parameters without "
-            "statistics."
+            "(module, name), its full name, or the name of its block."
         )
     return found.pop()
 

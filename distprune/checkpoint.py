@@ -174,8 +174,7 @@ def load(
         if dense and unmasked == "error":
             raise ValueError(
                 f"{', '.join(dense)}: pruned in the model and dense in the checkpoint; expected "
-                "both pruned or both dense. Pass unmasked='keep' to put the masks in force on the "
-                "loaded weights, or remove() the pruning first."
+                "both pruned, or unmasked='keep', which puts the masks on the loaded weights."
             )
         return sorted(keys)
 
@@ -317,20 +316,14 @@ def _dense_pairs(model: nn.Module, keys: Container[str]) -> list[NamedParameter]
         # A file may have one name only of a tied parameter.
         stored = [place for place in places if stored_key(place.fqn, keys) in keys]
         dense = [place for place in stored if mask_key(place.fqn) not in keys]
-        fresh = [
-            place
-            for place in places
-            if place not in dense
-            and find_hook(*place) is None
-            and mask_key(place[1]) not in place[0]._buffers
-        ]
+        free = [p for p in places if mask_key(p[1]) not in p[0]._buffers and p not in dense]
+        fresh = [place for place in free if find_hook(*place) is None]
         if len(dense) == len(stored) or not fresh:
             continue
         if dense and (id(fresh[0][0]), fresh[0][1]) in managed:
             raise ValueError(
                 f"{fresh[0].fqn} is pruned in the state dict, and {dense[0].fqn}, to which it is "
-                "tied, is not; expected the same mask under both names, because FSDP masks the "
-                "parameter under all of them."
+                "tied, is not; expected the same mask under both names, as FSDP has it."
             )
         pairs.append(fresh[0].with_places(fresh))
     return pairs

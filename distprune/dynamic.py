@@ -229,10 +229,8 @@ def _pruned_places(parameters: nn.Module | Iterable[Pair]) -> list[Pair]:
         has_masked = managed is not None and managed.has_unreduced_gradient
         if has_masked and not masked_value.has_dense_gradient(module, name):
             raise RuntimeError(
-                f"{label}: a backward without gradient synchronisation (no_sync, "
-                "set_requires_gradient_sync(False)) has left gradients that are masked when they "
-                "are reduced; expected dense_gradients around all backward passes of a step, or "
-                "after one that reduces."
+                f"{label}: a backward without gradient synchronisation (no_sync) left gradients "
+                "that are masked when they are reduced; expected all of a step in dense_gradients."
             )
         owners = () if managed is None else managed.owners
         for other, key in ((module, name), *hook.tied_places, *owners):

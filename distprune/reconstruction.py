@@ -234,9 +234,8 @@ def reconstruct(
                 before, after, total, unmoved = errors.get(label, (0.0, 0.0, 0.0, 0.0))
                 if not all(map(math.isfinite, (before, after, total))):
                     raise ValueError(
-                        f"{shard.name}: weights that are not finite, before or after they moved, "
-                        f"or outputs beyond the range of {shard.values.dtype}; expected finite "
-                        "ones. float16 ends at 65504."
+                        f"{shard.name}: weights, before or after they moved, or outputs are not "
+                        f"finite in {shard.values.dtype}; expected finite ones."
                     )
                 before, after = (max(0.0, e) / total if total > 0 else 0.0 for e in (before, after))
                 counts = shard.numel, shard.numel - live
@@ -265,10 +264,9 @@ def _layouts_of(
             )
         if forgets_pruned(*shard.places[0]):
             raise RuntimeError(
-                f"{shard.name} is sharded, where a mask sets weights to zero for good, and least "
-                "squares need those before the pruning; expected both calls inside "
-                "`with distprune.keep_pruned_values():`, and no forward between them (which "
-                "DeepSpeed and registered layouts do not support)."
+                f"{shard.name} is sharded, where a mask sets weights to zero; expected both "
+                "calls inside `with distprune.keep_pruned_values():`, and no forward between them "
+                "(which DeepSpeed and registered layouts do not support)."
             )
     return grams.layouts_of([shard.places[0] for shard in shards])
 
@@ -284,9 +282,8 @@ def _damped(gram: Tensor, damping: float, dtype: torch.dtype, label: str) -> tup
     diagonal.add_(added)
     if not damping and int(torch.linalg.cholesky_ex(damped).info):
         raise ValueError(
-            f"{label}: damping=0, and its Gram matrix is singular: the calibration data has "
-            "fewer tokens than inputs, or inputs that depend on each other. Expected "
-            "damping > 0, such as 0.3, or more data."
+            f"{label}: damping=0, and its Gram matrix is singular; expected damping > 0, such as "
+            "0.3, or calibration data with more tokens."
         )
     return damped, added
 
@@ -538,9 +535,8 @@ def _blocks_of_run(shard: Shard, layout: WeightLayout) -> Iterator[Block]:
     begin, (height, width) = shard.index.start, layout.matrix_shape
     if begin is None:
         raise NotImplementedError(
-            f"{shard.name}: FSDP1 has flattened a weight that is not row-major in memory "
-            "(channels_last, say), so that its rows are not runs. Make it contiguous before the "
-            "model is wrapped, or use fully_shard."
+            f"{shard.name}: FSDP1 has flattened a weight that is not row-major in memory; expected "
+            "a contiguous one, or fully_shard."
         )
     is_transposed = layout.is_transposed
     lines, length = (width, height) if is_transposed else (height, width)

@@ -121,9 +121,7 @@ class ScheduledPruner:
         **options: Any,
     ) -> None:
         if not isinstance(schedule, Schedule):
-            raise TypeError(
-                f"schedule is {schedule!r}; expected one of distprune.schedule, such as Cubic(...)."
-            )
+            raise TypeError(f"schedule is {schedule!r}; expected one of distprune.schedule.")
         if verify_every is not None and (type(verify_every) is not int or verify_every < 1):
             raise ValueError(
                 f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
@@ -261,13 +259,12 @@ class ScheduledPruner:
 
         The masks belong to the model: save its state dict together with this one.
         """
+        # Under pipeline_parallel the ranks have different ones, and one state is saved.
+        pairs = () if self._is_pipeline else self._parameters
         return {
             "num_steps": self.num_steps,
             "schedule": repr(self._schedule),
-            # Under pipeline_parallel the ranks have different ones, and one state is saved.
-            "parameters": []
-            if self._is_pipeline
-            else [label_of(pair, position) for position, pair in enumerate(self._parameters)],
+            "parameters": [label_of(pair, position) for position, pair in enumerate(pairs)],
             "sparsity": self._target,
         }
 
@@ -281,10 +278,8 @@ class ScheduledPruner:
         present = self.state_dict()
         for key in ("schedule", "parameters"):
             if state[key] != present[key]:
-                raise ValueError(
-                    f"the state was saved with the {key} {state[key]}, and this pruner has "
-                    f"{present[key]}; expected the same."
-                )
+                text = f"the state was saved with the {key} {state[key]}"
+                raise ValueError(f"{text}; expected those of this pruner, {present[key]}.")
         self.num_steps = int(state["num_steps"])
         self._target = float(state["sparsity"])
 

@@ -301,9 +301,8 @@ def _verified(
     problems: tuple[str, ...] = ()
     if not parameters and expected is None:
         problems = (
-            "nothing is pruned, and nothing has a trace of it. If parameters should be, prune "
-            "them, or load a checkpoint with checkpoint.load, which gives a fresh model its masks; "
-            "expected=() lets a dense model pass",
+            "nothing is pruned; expected masks, which checkpoint.load gives a fresh model, or "
+            "expected=(), which lets a dense model pass",
         )
     cost = communicator.size, communicator.num_collectives, communicator.bytes_sent
     seconds = time.perf_counter() - started

@@ -11,6 +11,7 @@ distprune.load_masks(model, "Llama-3-8B-sparse")  # or: what ``distprune prune``
 
 from __future__ import annotations
 
+import mmap
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,7 +62,7 @@ from distprune.wrappers.held import find_held
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_CHUNK = 1 << 20  # elements, or bytes
+_CHUNK = 1 << 20  # elements
 
 
 def put_masks(
@@ -245,8 +246,7 @@ def _states(optimizer: Any, shard: Shard) -> list[Tensor]:
     known = any(p is parameter for g in optimizer.param_groups for p in g["params"])
     if not known and parameter.requires_grad:
         raise ValueError(
-            f"{shard.name} is none of the optimizer's parameters; expected the optimizer "
-            "that trains it, made after the model was wrapped."
+            f"{shard.name} is none of the optimizer's parameters; expected what trains it."
         )
     found = []
     for key, value in optimizer.state.get(parameter, {}).items():
@@ -373,24 +373,20 @@ def masks_from_zeros(
     counted = count_live(read, communicator, reads_values=True)
     shards = counted[0]
     with communicator.exclusively(), ordinary_tensors(), torch.no_grad():
-        num_kept = communicator.reduce(
-            len(shards), lambda: torch.tensor([_count_kept(shard) for shard in shards])
-        ).tolist()
-    rows = zip(*counted, num_kept, strict=True)
+        kept = communicator.reduce(len(shards), lambda: torch.tensor([*map(_count_kept, shards)]))
+    rows = zip(*counted, kept.tolist(), strict=True)
     zeros = [(shard, live, kept) for shard, live, kept in rows if kept < live]
     entire = [shard.name for shard, _, kept in zeros if not kept]
     if entire and all_zero == "error":
         raise ValueError(
-            f"{listed(entire)}: "
-            "every element is zero, and would stay zero. Pass all_zero='leave' if such parameters "
-            "are to be trained (adapters begin at zero), all_zero='prune' if not, or a list of "
-            "parameters without them (select(model, exclude=...))."
+            f"{listed(entire)}: every element is zero, and would stay zero; expected "
+            "all_zero='leave' (adapters begin at zero), or 'prune', or parameters without them."
         )
     chosen = [(shard, live) for shard, live, kept in zeros if kept or all_zero == "prune"]
     if not chosen:
         raise ValueError(
             f"none of the {len(shards)} parameters has a zero that is not pruned yet; expected "
-            "weights that were pruned before. Load them first, and convert their dtype afterwards."
+            "weights that were pruned before."
         )
     return put_masks(
         "masks_from_zeros",
@@ -571,9 +567,8 @@ def load_masks(
         if problems and (strict or not parameters):
             raise ValueError(
                 f"{len(problems)} of the {len(masks.shapes)} masks in {folder} fit no parameter: "
-                f"{listed(problems, 8, '; ')}. Expected a model that the masks are for, or the "
-                "part of yours that is one (load_masks(model.backbone, ...)). strict=False loads "
-                "the other masks and leaves such parameters as they are."
+                f"{listed(problems, 8, '; ')}. Expected the model, or the part of yours, that the "
+                "masks are for; or strict=False, which loads the others."
             )
         return masks, matching
 
@@ -606,11 +601,8 @@ def load_masks(
 
 
 def _crc(path: str) -> str:
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(_CHUNK):
-            crc = zlib.crc32(block, crc)
-    return str(crc)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return str(zlib.crc32(data))
 
 
 def hold_zeros(model: nn.Module) -> None:

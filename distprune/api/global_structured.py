@@ -18,7 +18,7 @@ from distprune.api.chosen_masks import put_masks
 from distprune.base.amount import Amount, validate_amount
 from distprune.base.exact_sums import Normalization, check_normalization
 from distprune.base.naming import checked_pair, label_of
-from distprune.call.reading import SignedScores, check_mapping
+from distprune.call.reading import check_mapping, check_order
 from distprune.call.report import ChannelGroupReport, StructuredReport
 from distprune.call.request import Decision, ParameterArguments, PruningCall
 from distprune.methods import channels
@@ -171,11 +171,7 @@ def global_structured(
         check_mapping(importance_scores)
         if n is None or norm_order(n) is None:
             raise ValueError(f"n={n!r}; expected the order of a norm: 1, 2 or inf.")
-        if isinstance(importance_scores, SignedScores):
-            raise TypeError(
-                "importance_scores are signed, and a norm is one of |score|; expected scores of "
-                "which the smallest absolute values are to be pruned."
-            )
+        check_order(importance_scores, True, "scores that are not signed")
         parts = [part for each in given for part in each.parts]
         return ParameterArguments(
             parameters=[part.parameter for part in parts],
@@ -261,8 +257,7 @@ def _slices(groups: Sequence[ChannelGroup], shards: Sequence[Shard]) -> list[lis
         if 0 < len(without_scores) < sum(part.is_ranked for part in group.parts):
             raise ValueError(
                 f"importance_scores has scores of some parameters of group {group.label}, and "
-                f"none of {', '.join(without_scores)}; expected scores of all that are ranked, or "
-                "of none. is_ranked=False leaves a part out of the norm."
+                f"none of {', '.join(without_scores)}; expected scores of all that are ranked."
             )
         by_group.append(slices)
         first += slices[0].num_channels

@@ -83,8 +83,7 @@ def select(
     if (added and (everything or wanted is not None)) or (everything and min_ndim is not None):
         raise ValueError(
             f"also={added}, min_ndim={min_ndim} beside include={wanted}, everything={everything}; "
-            "expected no also beside the other two, which replace the default that it adds to, and "
-            "no min_ndim beside everything, which takes parameters of any shape."
+            "expected also without the other two, and min_ndim without everything."
         )
     own_names = ["weight"] if everything else None
     if names is not None:
@@ -133,9 +132,8 @@ def select(
         why = "; ".join(sorted({reason for reason in reasons if reason})) or "there are none"
         raise ValueError(
             f"nothing{called} is selected in this {type(unwrap(model)).__name__}: its parameters "
-            f"are left out ({why}) with include={wanted}, exclude={unwanted}, types={types}, "
-            f"names={names}. include takes what is left out by default, min_ndim=1 vectors, and "
-            "everything=True any weight."
+            f"are left out ({why}). include takes what is left out by default, min_ndim=1 vectors, "
+            "and everything=True any weight."
         )
     return selected
 

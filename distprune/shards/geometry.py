@@ -399,9 +399,8 @@ def splits_of(
             raise NotImplementedError(
                 f"{name}: {placement} of {tuple(placements)}, of a dimension of size {shape[dim]} "
                 f"on a mesh of shape {tuple(mesh_shape)}, spreads rows that lie apart over the "
-                "ranks; expected Shard, what fully_shard makes over tensor parallelism, or one "
-                "even cut of equal groups of rows. Keep the parameter in the shape in which it was "
-                f"sharded, or call .redistribute() to Shard({dim}) before pruning."
+                "ranks; expected what fully_shard makes over tensor parallelism, one even cut of "
+                f"equal groups of rows, or Shard({dim}), which .redistribute() makes."
             )
         strided.append(cut)
     return plain + strided

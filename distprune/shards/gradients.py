@@ -34,8 +34,8 @@ def local_gradient(shard: Shard) -> Tensor:
     """
     if shard.managed is not None and shard.managed.has_unreduced_gradient:
         raise RuntimeError(
-            f"{shard.name}: a backward without gradient synchronisation (no_sync, say) left what "
-            "is not reduced yet; expected a call after the last backward of a step."
+            f"{shard.name}: a backward without gradient synchronisation (no_sync) left what is not "
+            "reduced yet; expected a call after the last backward of a step."
         )
     gradient = available_gradient(shard)
     if gradient is None:
@@ -56,7 +56,7 @@ def available_gradient(shard: Shard) -> Tensor | None:
     if shard.managed is None and deepspeed.has_master(shard.parameter):
         raise NotImplementedError(
             f"{shard.name}: ZeRO-1 and ZeRO-2 leave each averaged gradient on the rank that steps "
-            'it; expected a criterion of single batches (unit="rank_batch"), or ZeRO-3.'
+            'it; expected unit="rank_batch", or ZeRO-3.'
         )
     gradient = shard.parameter.grad if shard.managed is None else shard.managed.gradient
     if gradient is None:
@@ -141,7 +141,6 @@ def _replicas_of(shard: Shard, group: ProcessGroup | None) -> tuple[ProcessGroup
     if group is None or ranks & mesh != {dist.get_rank()}:
         raise ValueError(
             f"{shard.name} is sharded over {len(mesh)} of {len(ranks)} ranks; expected group=, the "
-            "data-parallel ranks: those that have this rank's part, and other batches, or the "
-            "ranks of the mesh if there are no others."
+            "data-parallel ranks, or those of its mesh if there are no others."
         )
     return (every,)

@@ -235,9 +235,8 @@ def local_shard(
         if list(values.shape) != expected or not (fold is None or is_row_major):
             raise NotImplementedError(
                 f"{name}: this rank holds a shard of shape {tuple(values.shape)} and stride "
-                f"{values.stride()}, but {layout} should give {tuple(expected)}, row-major if it "
-                "is parts of groups of rows. Expected the shards that distribute_tensor, "
-                "parallelize_module or fully_shard make."
+                f"{values.stride()}; expected {tuple(expected)}, as {layout} should give, and "
+                "row-major if it is parts of groups of rows."
             )
         if not is_row_major:
             order = geometry.memory_order(values) or range(len(shape))
@@ -261,8 +260,7 @@ def _check_order(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -
         if geometry.is_cut(placement) and mesh.mesh.diff(dim=axis).lt(0).any():
             raise NotImplementedError(
                 f"{name} is sharded ({placement}) along axis {axis} of a mesh whose ranks do not "
-                f"ascend there: {mesh.mesh.tolist()}. torch contradicts itself in which rank holds "
-                "which part of it; expected ascending ranks, as init_device_mesh makes them."
+                f"ascend there: {mesh.mesh.tolist()}; expected ascending ranks."
             )
 
 
@@ -327,8 +325,8 @@ def _check_kind(label: str, parameter: Tensor) -> None:
     if is_lazy or is_narrow or parameter.layout is not torch.strided or parameter.is_meta:
         kind = "lazy" if is_lazy else f"of dtype {dtype} and layout {parameter.layout}"
         raise NotImplementedError(
-            f"{label} is {kind} on {parameter.device}; expected a dense parameter with values, not "
-            "quantised: materialise, dequantise or initialise it first."
+            f"{label} is {kind} on the {parameter.device} device; expected a dense parameter with "
+            "values, not quantised: materialise, dequantise or initialise it first."
         )
 
 
@@ -401,20 +399,14 @@ def check_saveable(name: str, parameter: DTensor, *, is_gathered: bool = False) 
     box = wrapper.doubtful_box(parameter)
     if box is None:
         return
-    shard, (sizes, offsets) = local_shard(name, parameter, None), box
-    ranges = shard.coordinates
-    if shard.index.fold is not None:
-        is_right = is_gathered
-    elif 0 in sizes or not all(ranges):
-        is_right = 0 in sizes and not all(ranges)
-    else:
-        boxes = zip(ranges, offsets, sizes, strict=True)
-        is_right = all((own.start, len(own)) == (offset, size) for own, offset, size in boxes)
-    if not is_right:
+    shard = local_shard(name, parameter, None)
+    own = [(len(rows), rows.start) for rows in shard.coordinates]
+    are_empty = 0 in box[0] and not all(size for size, _ in own)
+    is_right = are_empty or own == list(zip(*box, strict=True))
+    if not (is_right if shard.index.fold is None else is_gathered):
         raise NotImplementedError(
             f"{name} (shape {tuple(parameter.shape)}, {parameter.placements} on a mesh of shape "
             f"{tuple(parameter.device_mesh.shape)}): torch {torch.__version__} cannot save or load "
-            "uneven shards that FSDP2 cut out of tensor-parallel ones, nor shards that have a part "
-            "of each of several groups of rows. Expected a size that the mesh divides, and whole "
-            "dimensions. Pad the dimension, use another mesh, or save a consolidated state dict."
+            "uneven shards that FSDP2 cut out of tensor-parallel ones, nor parts of groups of "
+            "rows; expected a size that the mesh divides, or a consolidated state dict."
         )

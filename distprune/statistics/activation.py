@@ -195,9 +195,7 @@ class ActivationStatistics(Statistics, Collector):
         Cost: all-reduces of 40 bytes and of 16 bytes per parameter; and, for parameters of which
         something is new, one of 16 bytes per input feature and about 32 per parameter.
         """
-        return self._by_pair(
-            self._asked(parameters), lambda p: Totals(self._count(p), p.sums.first, p.sums.second)
-        )
+        return self._by_pair(self._asked(parameters), lambda p: Totals(self._count(p), *p.sums[1:]))
 
     def wanda(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of Wanda: |w_ij| times the root mean square of the input x_j. Collective.
@@ -272,7 +270,7 @@ class ActivationStatistics(Statistics, Collector):
 
         def ria(parameter: Entry) -> FactoredScores:
             count, magnitudes = self._count(parameter), sums[parameter.label]
-            return factored.ria(parameter.layout, parameter.sums.second, count, magnitudes, power)
+            return factored.ria(parameter.layout, parameter.sums[2], count, magnitudes, power)
 
         return self._scores([*asked.values()], ria)
 
@@ -330,14 +328,14 @@ class ActivationStatistics(Statistics, Collector):
         """Free what is too large to be kept for all parameters; here nothing is."""
 
     def _count(self, parameter: Entry) -> int | tuple[int, ...]:
-        counts = tuple(map(int, parameter.sums.counts.tolist()))
+        counts = tuple(map(int, parameter.sums[0].tolist()))
         return counts if parameter.layout.are_experts else counts[0]
 
     def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
         return (layout.num_token_counts,), layout.input_shape, layout.input_shape
 
     def _wanda(self, parameter: Entry) -> FactoredScores:
-        squares = parameter.sums.second
+        squares = parameter.sums[2]
         return factored.wanda(parameter.layout, squares, self._count(parameter))
 
     def _check_ready(self) -> None:
@@ -377,7 +375,7 @@ class ActivationStatistics(Statistics, Collector):
             parameter.label
             for parameter, sums in zip(parameters, found, strict=True)
             if parameter.total is None
-            and not bool(sums.counts.any())
+            and not bool(sums[0].any())
             and not any(matches(parameter.label) for matches in may_be_empty)
         ]
         if silent:

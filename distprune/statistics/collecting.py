@@ -39,7 +39,6 @@ from distprune.ranks.collectives import with_whole_dim
 from distprune.statistics.parameters import (
     Convolution,
     Entry,
-    Inputs,
     Part,
     as_dtensor,
     read_input,
@@ -159,15 +158,17 @@ class Collector:
         finally:
             self._keep = before
 
-    def _add(self, parameter: Entry, inputs: Inputs) -> None:
-        """Add what the weight of a parameter was multiplied with."""
+    def _add(
+        self, parameter: Entry, part: Part, inputs: Tensor, keep: Tensor | None = None
+    ) -> None:
+        """Add what the weight of a parameter was multiplied with; see :func:`read_input`."""
         # Of a mask, not as an integer: a device would wait for it.
-        count = len(inputs.rows) if inputs.keep is None else inputs.keep.sum()
-        sums = sums_of_rows(inputs.rows, inputs.keep)
-        if inputs.part in parameter.seen:
-            before, earlier = parameter.seen[inputs.part]
+        count = len(inputs) if keep is None else keep.sum()
+        sums = sums_of_rows(inputs, keep)
+        if part in parameter.seen:
+            before, earlier = parameter.seen[part]
             count, sums = count + before, sums + earlier.to(sums.device)
-        parameter.seen[inputs.part] = count, sums
+        parameter.seen[part] = count, sums
 
     def _begin(self, module: nn.Module, *_: Any) -> None:
         self._num_open += 1
@@ -230,10 +231,10 @@ class Collector:
             dim = value.ndim - 1 - (0 if convolution is None else len(convolution.kernel_size))
             value = with_whole_dim(value, dim)
         keep = None if self._keep is None else self._keep.to(value.device)
-        for inputs in read_input(label, value, keep, convolution):
-            self._add(parameter, inputs)
-            if inputs.part.token_ranks is not None:
-                self._same_tokens.add(inputs.part.token_ranks)
+        for part, rows, kept in read_input(label, value, keep, convolution):
+            self._add(parameter, part, rows, kept)
+            if part.token_ranks is not None:
+                self._same_tokens.add(part.token_ranks)
 
     def _add_expert(self, parameter: Entry, expert: int, rows: Tensor) -> None:
         """Add the rows [tokens, inputs] that came to one of fused experts."""
@@ -241,7 +242,7 @@ class Collector:
         if len(rows):
             part = Part(range(expert * num_inputs, (expert + 1) * num_inputs))
             with _computing(rows):
-                self._add(parameter, Inputs(part, rows.detach()))
+                self._add(parameter, part, rows.detach())
 
 
 def _checked_input(label: str, args: Any, kwargs: Any) -> Tensor:

@@ -36,7 +36,6 @@ from distprune.statistics.parameters import (
     Entry,
     Pairs,
     Statistics,
-    Sums,
     difference_of,
     layout_of,
     peers_of,
@@ -294,7 +293,8 @@ class GradientStatistics(Statistics):
         self._read(communicator, lambda: ParameterArguments(parameters=pairs), matrices_of)
         for parameter in self._local:  # the ranks have seen nothing, and add up when they have
             shapes = self._shapes(parameter.layout)
-            parameter.total = Sums(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
+            counts, first, second = (torch.zeros(s, dtype=torch.float64) for s in shapes)
+            parameter.total = counts, first, second
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -401,7 +401,7 @@ class GradientStatistics(Statistics):
         return self._scores(asked, lambda p: factored.fisher(p.layout, *p.sums[1:], self._count(p)))
 
     def _count(self, parameter: Entry) -> float:
-        return float(parameter.sums.counts)
+        return float(parameter.sums[0])
 
     def _shapes(self, layout: WeightLayout) -> tuple[tuple[int, ...], ...]:
         return (1,), (layout.num_outputs,), layout.input_shape

@@ -24,7 +24,7 @@ from distprune.base.naming import NamedParameter
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.parameters import Entry, Inputs, Pairs, peers_of, product_of_rows
+from distprune.statistics.parameters import Entry, Pairs, Part, peers_of, product_of_rows
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class GramMatrices(ActivationStatistics):
         self._grams: dict[Entry, list[LocalGram]] = {}  # those that it is in
         self._blocks: dict[Entry, GramBlock] = {}
         # The last rows, whose product is not added yet, and the parameters that have met them.
-        self._last: tuple[Inputs, list[Entry]] | None = None
+        self._last: tuple[Part, Tensor, list[Entry]] | None = None
 
     def num_bytes(self, parameters: Pairs | None = None) -> int:
         """Bytes of the matrices of some parameters, by default of all, if none is shared. Local.
@@ -190,8 +190,8 @@ class GramMatrices(ActivationStatistics):
 
         def obs(parameter: Entry) -> FactoredScores:
             layout, inverse = parameter.layout, of_input[parameter.label]
-            counts = parameter.sums.counts.view(-1, 1)
-            wanda = (parameter.sums.second.view(inverse.shape) / counts).sqrt()
+            counts = parameter.sums[0].view(-1, 1)
+            wanda = (parameter.sums[2].view(inverse.shape) / counts).sqrt()
             values = torch.where(inverse == 0, wanda, (1 / (inverse * counts)).sqrt())
             return FactoredScores([[layout.of_inputs(values.view(layout.input_shape)).float()]])
 
@@ -269,7 +269,7 @@ class GramMatrices(ActivationStatistics):
         level = int(communicator.max(torch.tensor([level])))
         if not level and before is not None:
             return
-        if not level and bool(group[0].sums.second.any()):
+        if not level and bool(group[0].sums[2].any()):
             raise RuntimeError(
                 f"{group[0].label}: its Gram matrix was forgotten, or was never collected, as in "
                 "statistics of a file; expected new GramMatrices, collected again."
@@ -312,29 +312,31 @@ class GramMatrices(ActivationStatistics):
         for gram in self._grams.pop(parameter, ()):
             gram.parameters.remove(parameter)
 
-    def _add(self, parameter: Entry, inputs: Inputs) -> None:
-        super()._add(parameter, inputs)
-        part, width = inputs.part, parameter.layout.matrix_shape[1]
+    def _add(
+        self, parameter: Entry, part: Part, inputs: Tensor, keep: Tensor | None = None
+    ) -> None:
+        super()._add(parameter, part, inputs, keep)
+        width = parameter.layout.matrix_shape[1]
         if part.token_ranks is not None and part.token_ranks[0] != self._communicator.rank:
             return  # the first of ranks that are known to have the same tokens adds products
-        rows = inputs.rows if inputs.keep is None else inputs.rows[inputs.keep]
+        rows = inputs if keep is None else inputs[keep]
         if self._last is not None:
-            last, parameters = self._last
-            is_alike = last.part == part and parameters[0].layout.matrix_shape[1] == width
-            is_new = parameter not in parameters and rows.dtype == last.rows.dtype
-            if is_alike and is_new and torch.equal(last.rows, rows):
+            last_part, last, parameters = self._last
+            is_alike = last_part == part and parameters[0].layout.matrix_shape[1] == width
+            is_new = parameter not in parameters and rows.dtype == last.dtype
+            if is_alike and is_new and torch.equal(last, rows):
                 parameters.append(parameter)
                 return
             self._add_last()
         # A copy: the model may change its own tensor in place before it is multiplied.
-        self._last = Inputs(part, rows.clone() if rows is inputs.rows else rows), [parameter]
+        self._last = part, rows.clone() if rows is inputs else rows, [parameter]
 
     def _add_last(self) -> None:
         """Multiply the last rows, and add products to the sum of exactly those that met them."""
         if self._last is None:
             return
-        (inputs, parameters), self._last = self._last, None
-        together, is_plain = set(parameters), inputs.part.token_ranks is None
+        (part, rows, parameters), self._last = self._last, None
+        together, is_plain = set(parameters), part.token_ranks is None
         for gram in self._grams.get(parameters[0], ()):
             if gram.parameters == together and gram.is_plain == is_plain:
                 break
@@ -343,9 +345,9 @@ class GramMatrices(ActivationStatistics):
             for parameter in parameters:
                 self._grams.setdefault(parameter, []).append(gram)
         width = max(1, parameters[0].layout.matrix_shape[1])
-        first = inputs.part.features.start // width
+        first = part.features.start // width
         with torch.inference_mode(False), torch.no_grad(), _full_precision():
-            for number, columns in enumerate(torch.split(inputs.rows, width, 1), first):
+            for number, columns in enumerate(torch.split(rows, width, 1), first):
                 product = product_of_rows(columns)
                 if number in gram.matrices:
                     product = gram.matrices[number].add_(product.to(gram.matrices[number].device))

@@ -41,7 +41,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -126,21 +126,6 @@ class Part:
     ranks: tuple[int, ...] | None = None
 
 
-@dataclass(eq=False)
-class Inputs:
-    """What the weight of a parameter is multiplied with on this rank.
-
-    Attributes:
-        part: which part of the input it is.
-        rows: [tokens, features].
-        keep: bool [tokens], False where a token does not count; None: all count.
-    """
-
-    part: Part
-    rows: Tensor
-    keep: Tensor | None = None
-
-
 def as_dtensor(label: str, value: Tensor, weight: DTensor, layout: WeightLayout) -> DTensor:
     """The plain input of a parallelised linear layer, as the DTensor of which it is a part.
 
@@ -178,7 +163,7 @@ def as_dtensor(label: str, value: Tensor, weight: DTensor, layout: WeightLayout)
 
 def read_input(
     label: str, value: Tensor, mask: Tensor | None, convolution: Convolution | None
-) -> Iterator[Inputs]:
+) -> Iterator[tuple[Part, Tensor, Tensor | None]]:
     """This rank's part of what a layer is called with; of a convolution, in several chunks.
 
     Args:
@@ -186,6 +171,10 @@ def read_input(
         value: the input; of a parallelised layer a DTensor.
         mask: bool [batch, tokens], True = a token; None: all are tokens.
         convolution: the layer, if it is one; then there is no mask.
+
+    Yields:
+        Which part of the input it is; rows [tokens, features]; and bool [tokens], False where a
+        token does not count, or None if all count.
 
     Raises:
         NotImplementedError: a layout whose sums are not known.
@@ -199,7 +188,7 @@ def read_input(
         part, local = Part(range(value.shape[feature_dim])), value.detach()
     if convolution is None:
         rows = local.reshape(-1, local.shape[-1])
-        yield Inputs(part, rows, None if keep is None else keep.reshape(-1))
+        yield part, rows, None if keep is None else keep.reshape(-1)
         return
     if local.shape[feature_dim:] != value.shape[feature_dim:]:
         raise NotImplementedError(
@@ -207,7 +196,7 @@ def read_input(
             "whole images."
         )
     for rows in _rows_of_windows(local if feature_dim else local.unsqueeze(0), convolution):
-        yield Inputs(replace(part, features=range(rows.shape[1])), rows)
+        yield replace(part, features=range(rows.shape[1])), rows, None
 
 
 def _rows_of_windows(images: Tensor, layer: Convolution) -> Iterator[Tensor]:
@@ -365,17 +354,9 @@ S = TypeVar("S", bound="Statistics")
 V = TypeVar("V")
 
 
-class Sums(NamedTuple):
-    """What was seen of a parameter: fp64, equal on all ranks.
-
-    Attributes:
-        counts: [1], how much was seen; or [experts], of each of fused experts.
-        first, second: what was added up, in the shapes that a file has.
-    """
-
-    counts: Tensor
-    first: Tensor
-    second: Tensor
+# What was seen of a parameter, fp64, equal on all ranks: how much, [1], or [experts], of each of
+# fused experts; and the first and the second of what was added up, in the shapes that a file has.
+Sums = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(eq=False)
@@ -406,7 +387,8 @@ class Entry:
     def add_to_total(self, new: Sums) -> None:
         """Add what the ranks have seen since the last sum."""
         if self.total is not None:
-            new = Sums(*(mine + its for mine, its in zip(self.total, new, strict=True)))
+            counts, first, second = (a + b for a, b in zip(self.total, new, strict=True))
+            new = counts, first, second
         self.total, self.seen = new, {}
 
 
@@ -510,7 +492,7 @@ class Statistics:
         """The statistics of parameters by name, as a file has them."""
         stored = {}
         for p in parameters:
-            first, second = p.sums.first.numpy(), p.sums.second.numpy()
+            first, second = (sums.numpy() for sums in p.sums[1:])
             facts = p.layout, self._count(p), first, second, self._OF_GRADIENTS
             stored[p.label] = StoredStatistics(*facts)
         return stored
@@ -570,13 +552,14 @@ class Statistics:
         parts = iter(torch.split(total, sizes))
         found = []
         for parameter, of_one in zip(parameters, shapes, strict=True):
-            differences, *sums = (next(parts).reshape(shape).clone() for shape in of_one)
-            if not all(bool(part.isfinite().all()) for part in (differences, *sums)):
+            received = [next(parts).reshape(shape).clone() for shape in of_one]
+            differences, counts, first, second = received
+            if not all(bool(part.isfinite().all()) for part in received):
                 raise ValueError(f"{parameter.label}: {self._NOT_FINITE}")
-            allowed = torch.stack([sums[0].sum(), sums[2].sum()]) * _TOLERANCES
+            allowed = torch.stack([counts.sum(), second.sum()]) * _TOLERANCES
             if bool((differences.abs() > allowed).any()):
                 raise ValueError(f"{parameter.label}: {self._UNEQUAL}")
-            found.append(Sums(*sums))
+            found.append((counts, first, second))
         return found
 
     def _by_pair(
@@ -623,7 +606,7 @@ class Statistics:
 
 def _sums_of(stored: StoredStatistics) -> Sums:
     counts = torch.tensor(stored.count, dtype=torch.float64).view(-1)
-    return Sums(counts, *map(torch.from_numpy, (stored.first, stored.second)))
+    return counts, torch.from_numpy(stored.first), torch.from_numpy(stored.second)
 
 
 def difference_of(value: float, ranks: Sequence[int], rank: int) -> float:

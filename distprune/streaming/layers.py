@@ -295,7 +295,7 @@ class StoredLayers:
         model = streamed.model
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._saved = {
-            name: saved for saved in as_saved(model, shapes, shapes) for name in saved.parameters
+            name: saved for saved in as_saved(model, shapes, shapes) for name in saved[0]
         }
         self._sources: dict[str, MaskSource] = {}
         self._entries = streamed.entries
@@ -306,7 +306,7 @@ class StoredLayers:
             for (name, *_), source in sources:
                 pruned = [each for each in source.names if each in self._scores]
                 if pruned:
-                    written = sorted(self._saved[name].tensors) if name in self._saved else []
+                    written = sorted(self._saved[name][1]) if name in self._saved else []
                     if not set(source.names) <= set(written):
                         raise NotImplementedError(
                             f"{name} is made of {source.names[0]}, and transformers saves it as "
@@ -377,11 +377,12 @@ class StoredLayers:
         """Values of parameters, as transformers saves them."""
         found: dict[str, Tensor] = {}
         for name, value in values.items():
-            saved = self._saved[name]
-            if saved.conversion is None:
-                found[next(iter(saved.tensors))] = value
-            elif name == saved.parameters[0]:
-                found |= saved.make(values)
+            parameters, tensors, conversion = self._saved[name]
+            if conversion is None:
+                found[next(iter(tensors))] = value
+            elif name == parameters[0]:
+                made = conversion.masks(values.__getitem__).values()
+                found |= dict(zip(tensors, made, strict=True))
         return found
 
 

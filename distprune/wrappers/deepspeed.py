@@ -103,10 +103,7 @@ class PartitionedParameter(managed.StoredRun):
     def unsupported(self) -> str | None:
         parameter, optimizer = self.parameter, self.optimizer
         if parameter.requires_grad and optimizer is None:
-            return (
-                "deepspeed.zero.Init has partitioned it, and no optimizer has a copy of it yet; "
-                "prune after deepspeed.initialize"
-            )
+            return "no optimizer of ZeRO-3 has a copy of it yet; prune after deepspeed.initialize"
         if (
             getattr(parameter.ds_tensor, "final_location", None) is not None
             or (optimizer is not None and optimizer.swap_optimizer)
@@ -114,10 +111,7 @@ class PartitionedParameter(managed.StoredRun):
             or getattr(parameter, "ds_secondary_tensor", None) is not None
             or self.groups[0].size() != dist.get_world_size()
         ):
-            return (
-                "ZeRO-3 keeps it on NVMe, quantised, twice (zero_hpz_partition_size), or not over "
-                "all ranks (MiCS), where no mask can be held; use ZeRO-3 without these options"
-            )
+            return "ZeRO-3 keeps it on NVMe, quantised, twice, or not over all ranks; expected none"
         return None
 
     def free_gathered(self) -> None:
@@ -176,9 +170,9 @@ def masters_of(parameter: Any) -> list[tuple[Tensor, slice]]:
 
     And where that part is in the parameter, row-major.
     """
-    if not has_master(parameter):
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
         return []
-    mapping = parameter._hp_mapping
     address = mapping.lp_fragment_address
     part = slice(address.start, address.start + address.numel)
     return [(mapping.hp_fragment.detach(), part)]

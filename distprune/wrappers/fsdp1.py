@@ -103,10 +103,7 @@ class FlatPiece(managed.StoredRun):
     @property
     def unsupported(self) -> str | None:
         if not self.handle.uses_sharded_strategy:
-            return (
-                "FSDP1 does not shard it (ShardingStrategy.NO_SHARD, also used on one rank); wrap "
-                "the model in DistributedDataParallel, or in nothing"
-            )
+            return "FSDP1 does not shard it (NO_SHARD, or one rank); use DistributedDataParallel"
         if self.flat._param_extensions[self.number] is not None:
             return "FSDP1 shards a DTensor there; use fully_shard over parallelize_module"
         if self.handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:

@@ -194,23 +194,22 @@ class GatheredSource(managed.GradientSource):
     def attach(self, receive: Callable[[Tensor], None]) -> None:
         self._receive = receive
         self.hook_gathered()
-        managed.replace_methods(
-            self._fsdp_param, id(self), self, init_unsharded_param=_init_unsharded_param
-        )
+        functions = {"init_unsharded_param": _init_unsharded_param}
+        managed.replace_methods(self._fsdp_param, id(self), self, **functions)
 
     def detach(self) -> None:
         managed.restore_methods(self._fsdp_param, id(self), self, "init_unsharded_param")
         super().detach()
-        self._receive = self._leaf = None
+        self._receive = self.leaf = None
 
     def hook_gathered(self) -> None:
         """Put the hook on the gathered copy, if there is one and the hook is not there yet."""
         gathered: Tensor | None = getattr(self._fsdp_param, "_unsharded_param", None)
-        if gathered is not None and self._leaf is not gathered:
+        if gathered is not None and self.leaf is not gathered:
             assert self._receive is not None  # it is attached
             # FSDP2 gives the copy the parameter's requires_grad only when it registers it.
             requires_grad = gathered.requires_grad
-            self._leaf = gathered.requires_grad_(True)
+            self.leaf = gathered.requires_grad_(True)
             super().attach(self._receive)
             gathered.requires_grad_(requires_grad)
 

@@ -123,8 +123,7 @@ class Held:
                 module, name = self.places[0]
                 raise RuntimeError(
                     f"the mask of {type(module).__name__}.{name} was replaced by one of shape "
-                    f"{tuple(part.shape)} on this rank; expected {tuple(values.shape)}, laid out "
-                    "like the parameter. Pass a whole mask to custom_from_mask."
+                    f"{tuple(part.shape)} on this rank; expected {tuple(values.shape)}."
                 )
         return [(values, part) for values, part in pairs if values.numel()]
 
@@ -322,6 +321,5 @@ def keep_pruned_values() -> Iterator[None]:
     finally:
         kept, _kept = _kept, outer
         for held in kept:
-            is_there = held.places and find_held(*held.places[0]) is held
-            if is_there and not held.is_zero:
+            if not held.is_zero and held.places and find_held(*held.places[0]) is held:
                 zero_new(held)

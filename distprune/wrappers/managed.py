@@ -31,7 +31,8 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -302,10 +303,11 @@ def _call(function: Callable[..., Any], owner: weakref.ref[Any], *args: Any, **k
     return function(owner(), *args, **kwargs)  # it owns this, so it is there
 
 
+@dataclass(eq=False)
 class GradientSource:
     """A leaf of autograd that gets gradients of this rank alone; see [Note: hooks on leaves].
 
-    Args:
+    Attributes:
         leaf: the leaf; None if it does not exist yet.
         shard_group: the ranks that each have a piece of what the gradient is of; None if this
             rank has all of it.
@@ -313,33 +315,23 @@ class GradientSource:
         own_part: makes this rank's part of the gradient that autograd gives a hook of the leaf.
         pieces: makes what the ranks of ``shard_group`` have of that part: a copy, fp32 [ranks, n].
             A piece that is shorter than n elements ends with zeros.
-
-    Attributes:
         runs: by number of a parameter, where this rank's part of it is in this rank's piece of the
             leaf, 1-d. Without a ``shard_group`` there is one, and the leaf is the part.
     """
 
-    def __init__(
-        self,
-        leaf: Tensor | None,
-        shard_group: dist.ProcessGroup | None = None,
-        replica_groups: Iterable[dist.ProcessGroup] = (),
-        own_part: Callable[[Tensor], Tensor] | None = None,
-        pieces: Callable[[Tensor], Tensor] = torch.Tensor.float,
-    ) -> None:
-        self.shard_group = shard_group
-        self.replica_groups = tuple(replica_groups)
-        self.pieces = pieces
-        self._leaf = leaf
-        self._own_part = own_part or functools.partial(_resolved, leaf)
-        self._handle: RemovableHandle | None = None
-        self.runs: dict[int, slice] = {}
+    leaf: Tensor | None
+    shard_group: dist.ProcessGroup | None = None
+    replica_groups: Sequence[dist.ProcessGroup] = ()
+    own_part: Callable[[Tensor], Tensor] | None = None
+    pieces: Callable[[Tensor], Tensor] = torch.Tensor.float
+    runs: dict[int, slice] = field(default_factory=dict)
+    _handle: RemovableHandle | None = None
 
     @property
     def data_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The ranks that run other batches on the same parameters: groups like axes of a grid."""
-        shards = self.shard_group
-        return ((shards,) if shards is not None else ()) + self.replica_groups
+        shards = () if self.shard_group is None else (self.shard_group,)
+        return (*shards, *self.replica_groups)
 
     def attach(self, receive: Callable[[Tensor], None]) -> None:
         """Call ``receive`` with the gradient of every backward, until :meth:`detach`.
@@ -347,14 +339,14 @@ class GradientSource:
         It is called in the thread of the backward, without recording gradients of gradients, in
         the same order on all ranks that run the same model. What it gets belongs to autograd.
         """
-        own_part = self._own_part
+        own_part = self.own_part or functools.partial(_resolved, self.leaf)
 
         def pass_on(gradient: Tensor) -> None:
             with torch.no_grad():
                 receive(own_part(gradient))
 
-        assert self._leaf is not None
-        self._handle = self._leaf.register_hook(pass_on)  # type: ignore[no-untyped-call]
+        assert self.leaf is not None
+        self._handle = self.leaf.register_hook(pass_on)  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Undo :meth:`attach`, also if that failed half-way. A second call does nothing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -48,15 +49,12 @@ def managed_parameters(
         records.update(fsdp1.managed_parameters(root, everywhere=everywhere))
     for module in () if root is None else root.modules():
         for name, parameter in module._parameters.items():
-            run = find_run(module, name)
+            run, place = find_run(module, name), (id(module), name)
+            is_seen = not has_fsdp or everywhere or is_flat(parameter)
             if run is not None:
-                records[id(module), name] = run
-            elif (
-                has_fsdp
-                and (id(module), name) not in records
-                and is_flattened(module, name)
-                and not (everywhere or is_flat(parameter))
-            ):  # the model is inside an FSDP1 module that was not seen yet
+                records[place] = run
+            elif not is_seen and place not in records and is_flattened(module, name):
+                # The model is inside an FSDP1 module that was not seen yet.
                 return managed_parameters(root, everywhere=True)
     return records
 
@@ -86,10 +84,8 @@ def is_flattened(module: nn.Module, name: str) -> bool:
     found = module._parameters.get(name)
     if found is None:  # without use_orig_params, or inside forward: a view of the flat parameter
         found = module.__dict__.get(name)
-    elif is_piece_of_flat(found):
-        return True
-    base = found._base if isinstance(found, Tensor) else None
-    return base is not None and is_piece_of_flat(base)
+    tensors = (found, found._base) if isinstance(found, Tensor) else ()
+    return any(each is not None and is_piece_of_flat(each) for each in tensors)
 
 
 def is_flat(tensor: Tensor | None) -> bool:
@@ -248,9 +244,8 @@ def _lacks(value: Any, names: str) -> list[str]:
     """Those of some dotted names that an object does not have."""
     lacking = []
     for name in names.split():
-        owner, *fields = value, *name.split(".")
-        while fields and hasattr(owner, fields[0]):
-            owner = getattr(owner, fields.pop(0))
-        if fields:
+        try:
+            operator.attrgetter(name)(value)
+        except AttributeError:
             lacking.append(name)
     return lacking

@@ -195,7 +195,7 @@ WRONG = [
     (
         {"tensors": {"w": ONES.to_sparse()}, "k": 1},
         NotImplementedError,
-        "w: layout torch.sparse_coo is sparse",
+        "layout torch.sparse_coo on the cpu device",
     ),
     ({"tensors": {"w": ONES.to("meta")}, "k": 1}, NotImplementedError, "meta device"),
 ]

@@ -175,7 +175,7 @@ def test_the_state_is_plain_and_says_what_differs():
         other.load_state_dict(state)
     assert other.num_steps == 0
     fewer = prune.select(model, exclude="l2", everything=True)
-    with pytest.raises(ValueError, match=r"the parameters \[.*'l2.weight'.* this pruner has"):
+    with pytest.raises(ValueError, match=r"the parameters \[.*'l2.weight'.* of this pruner"):
         schedule.ScheduledPruner(fewer, schedule.OneShot(0, 1 / 3)).load_state_dict(state)
 
 
