@@ -35,86 +35,54 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 SPARSITY = 0.5
 CONTESTANTS = ("distprune", "distprune, 2 processes", "distprune, 3 processes", "torch", "cp")
-
-
-def shapes(num_bytes: float) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """The config, and the tensors, of a Llama of about that size in bf16."""
-    width = 2048 if num_bytes >= 1e9 else 512
-    vocabulary, kv = 16 * width, width // 4
-    layer = {
-        "self_attn.q_proj": (width, width),
-        "self_attn.k_proj": (kv, width),
-        "self_attn.v_proj": (kv, width),
-        "self_attn.o_proj": (width, width),
-        "mlp.gate_proj": (4 * width, width),
-        "mlp.up_proj": (4 * width, width),
-        "mlp.down_proj": (width, 4 * width),
-    }
-    per_layer = 2 * sum(rows * columns for rows, columns in layer.values())
-    num_layers = max(1, round((num_bytes - 4 * vocabulary * width) / per_layer))
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
-    for i in range(num_layers):
-        found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            found[f"model.layers.{i}.{name}.weight"] = (width,)
-    found |= {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
-        "hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 16,
-        "num_hidden_layers": num_layers, "num_key_value_heads": 4, "vocab_size": vocabulary,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    return config, found
+COLUMNS = ("seconds", "CPU seconds", "peak MB of a process", "MB read", "MB written")
 
 
 def make(folder: Path, num_bytes: float) -> None:
-    """Write the checkpoint, tensor by tensor, in files of at most half a gigabyte."""
+    """Write a Llama of about that size in bf16, in files of at most half a gigabyte."""
     import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from distprune.files.checkpoint import make_header
-
-    config, tensors = shapes(num_bytes)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    files: list[dict[str, tuple[int, ...]]] = [{}]
-    size = 0
-    for name, shape in tensors.items():
-        nbytes = 2 * torch.Size(shape).numel()
-        if files[-1] and size + nbytes > 5e8:
+    width = 2048 if num_bytes >= 1e9 else 512
+    per_layer = 2 * 14.5 * width**2  # of q, o, k and v of four heads of 16, and three of the MLP
+    num_layers = max(1, round((num_bytes - 4 * 16 * width**2) / per_layer))
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"], dtype="bfloat16", hidden_size=width,
+        intermediate_size=4 * width, num_attention_heads=16, num_hidden_layers=num_layers,
+        num_key_value_heads=4, vocab_size=16 * width, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    config.save_pretrained(folder)
+    files: list[dict[str, torch.Tensor]] = [{}]
+    for name, parameter in model.named_parameters():
+        if sum(2 * each.numel() for each in files[-1].values()) + 2 * parameter.numel() > 5e8:
             files.append({})
-            size = 0
-        files[-1][name] = shape
-        size += nbytes
+        files[-1][name] = parameter
     generator = torch.Generator().manual_seed(0)
     weight_map = {}
     for number, members in enumerate(files, 1):
-        file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        described = {n: ("BF16", s, 2 * torch.Size(s).numel()) for n, s in members.items()}
-        header, _ = make_header(described, {"format": "pt"})
-        weight_map |= dict.fromkeys(members, file_name)
-        with (folder / file_name).open("wb") as file:
-            file.write(header)
-            for shape in members.values():
-                values = torch.randn(shape, generator=generator) * 0.02
-                file.write(values.bfloat16().view(torch.uint8).numpy())
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        weight_map |= dict.fromkeys(members, file)
+        values = {
+            name: (torch.randn(each.shape, generator=generator) * 0.02).bfloat16()
+            for name, each in members.items()
+        }
+        save_file(values, folder / file, metadata={"format": "pt"})
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     sync(folder)
 
 
-def sync(folder: Path) -> None:
+def sync(folder: Path, drop: bool = False) -> None:
+    """Wait until the files of a folder are on the disk, and perhaps drop them from the cache."""
     for path in [p for p in folder.rglob("*") if p.is_file()]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
-        os.close(descriptor)
-
-
-def drop_from_cache(folder: Path) -> None:
-    for path in folder.glob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
+        if drop:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def prune_with_torch(source: Path, destination: Path) -> None:
@@ -148,12 +116,13 @@ def run_contestant(name: str, source: Path, destination: Path) -> None:
     print(Path("/proc/self/io").read_text())  # with that of processes that have ended
 
 
-def step(*arguments: object) -> subprocess.Popen:
-    """A part of this script in a process of its own.
+def step(*arguments: object) -> tuple[dict[str, float], str, str]:
+    """Run a part of this script in a process of its own: what it needs, its output and its error.
 
     This one stays small: a process counts what its parent had in memory when it was forked.
     """
-    return subprocess.Popen(
+    began = time.perf_counter()
+    process = subprocess.Popen(
         [sys.executable, __file__, "--step", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -161,34 +130,28 @@ def step(*arguments: object) -> subprocess.Popen:
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         preexec_fn=_leave_memory_to_others,
     )
-
-
-def finished(process: subprocess.Popen) -> str:
-    out, err = process.communicate()
-    if process.returncode:
-        raise RuntimeError(err)
-    return out.strip()
-
-
-def measure(name: str, source: Path, destination: Path) -> dict[str, Any]:
-    """Seconds, peak memory of the largest process, bytes read and written."""
-    drop_from_cache(source)
-    began = time.perf_counter()
-    process = step("contestant", name, source, destination)
     assert process.stdout is not None and process.stderr is not None
     out, err = process.stdout.read(), process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    found = {
+    needs = {
         "seconds": time.perf_counter() - began,
-        "peak MB of a process": usage.ru_maxrss * 1024 / 1e6,
         "CPU seconds": usage.ru_utime + usage.ru_stime,
+        "peak MB of a process": usage.ru_maxrss * 1024 / 1e6,
     }
-    if process.returncode:
-        lines = err.strip().splitlines() or [""]
-        return {**found, "failed": f"exit code {process.returncode}: {lines[-1][:200]}"}
+    last = (err.strip().splitlines() or [""])[-1]
+    error = f"exit code {process.returncode}: {last[:200]}" if process.returncode else ""
+    return needs, out, error
+
+
+def measure(name: str, source: Path, destination: Path) -> dict[str, Any]:
+    """Seconds, peak memory of the largest process, bytes read and written."""
+    sync(source, drop=True)
+    needs, out, error = step("contestant", name, source, destination)
+    if error:
+        return {**needs, "failed": error}
     io = dict(line.split(": ") for line in out.splitlines() if ": " in line)
-    return {**found, "MB read": int(io["rchar"]) / 1e6, "MB written": int(io["wchar"]) / 1e6}
+    return {**needs, "MB read": int(io["rchar"]) / 1e6, "MB written": int(io["wchar"]) / 1e6}
 
 
 def _leave_memory_to_others() -> None:
@@ -196,10 +159,44 @@ def _leave_memory_to_others() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * available),) * 2)
 
 
-def same_bytes(one: Path, other: Path) -> None:
-    """All files but that of times and memory."""
-    skip = ["--exclude", "report.json"]
-    subprocess.run(["diff", "-r", *skip, one, other], check=True)
+def compete(
+    folder: Path, num_bytes: float, rounds: int, contestants: list[str]
+) -> tuple[str, dict[str, Any]]:
+    source, destination = folder / "source", folder / "out"
+    error = step("make", source, num_bytes)[2]
+    if error:
+        raise RuntimeError(error)
+    size = sum(path.stat().st_size for path in source.iterdir())
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
+    several = [name for name in contestants if name in CONTESTANTS[:3]]
+    for number in range(rounds * len(contestants)):
+        name = contestants[number % len(contestants)]
+        found[name].append(measure(name, source, destination))
+        if name in several and (folder / "first").exists():  # all but times and memory
+            command = ["diff", "-r", "--exclude", "report.json", folder / "first", destination]
+            subprocess.run(command, check=True)
+        elif name in several and len(several) > 1:
+            destination.rename(folder / "first")
+        shutil.rmtree(destination, ignore_errors=True)
+    same = f"{', '.join(several)}: the same bytes" if len(several) > 1 else "nothing compared"
+    lines = [
+        f"python {shlex.join(['tests/benchmarks/bench_checkpoint.py', *sys.argv[1:]])}",
+        f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}, "
+        f"{os.cpu_count()} cores "
+        f"({platform.machine()}), {os.sysconf('SC_PHYS_PAGES') * 4096 / 1e9:.0f} GB of memory; "
+        f"{size / 1e6:,.0f} MB of bf16, sparsity {SPARSITY}; medians of {rounds} rounds, in turn",
+        same,
+        "",
+        f"{'':26}" + "".join(f"{column:>22}" for column in COLUMNS),
+    ]
+    for name, results in found.items():
+        failed = next((each["failed"] for each in results if "failed" in each), "")
+        cells = [
+            f"{statistics.median(each[key] for each in results):,.1f}" if key in results[0] else "-"
+            for key in COLUMNS
+        ]
+        lines.append(f"{name:26}" + "".join(f"{cell:>22}" for cell in cells) + f"  {failed}")
+    return "\n".join(line.rstrip() for line in lines), {"bytes": size, "results": found}
 
 
 def main() -> None:
@@ -218,53 +215,12 @@ def main() -> None:
             return run_contestant(name, Path(source), Path(destination))
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         text, values = compete(
-            Path(folder), options.bytes, options.rounds, tuple(options.contestants)
+            Path(folder), options.bytes, options.rounds, list(options.contestants)
         )
     print(text)
     if options.save:
         (RESULTS / f"{options.save}.txt").write_text(text + "\n")
         (RESULTS / f"{options.save}.json").write_text(json.dumps(values, indent=1) + "\n")
-
-
-def compete(
-    folder: Path, num_bytes: float, rounds: int, contestants: tuple[str, ...]
-) -> tuple[str, dict[str, Any]]:
-    source = folder / "source"
-    finished(step("make", source, num_bytes))
-    size = sum(path.stat().st_size for path in source.iterdir())
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
-    several = [name for name in contestants if name in CONTESTANTS[:3]]
-    for _ in range(rounds):
-        for name in contestants:
-            destination = folder / "out"
-            found[name].append(measure(name, source, destination))
-            if name in several and name == several[0]:
-                shutil.rmtree(folder / "first", ignore_errors=True)
-                if len(several) > 1:
-                    destination.rename(folder / "first")
-            elif name in several:
-                same_bytes(folder / "first", destination)
-            shutil.rmtree(destination, ignore_errors=True)
-    same = f"{', '.join(several)}: the same bytes" if len(several) > 1 else "nothing compared"
-    keys = ["seconds", "CPU seconds", "peak MB of a process", "MB read", "MB written"]
-    lines = [
-        f"python {shlex.join(['tests/benchmarks/bench_checkpoint.py', *sys.argv[1:]])}",
-        f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}, "
-        f"{os.cpu_count()} cores "
-        f"({platform.machine()}), {os.sysconf('SC_PHYS_PAGES') * 4096 / 1e9:.0f} GB of memory; "
-        f"{size / 1e6:,.0f} MB of bf16, sparsity {SPARSITY}; medians of {rounds} rounds, in turn",
-        same,
-        "",
-        f"{'':26}" + "".join(f"{key:>22}" for key in keys),
-    ]
-    for name, results in found.items():
-        failed = next((each["failed"] for each in results if "failed" in each), "")
-        cells = [
-            f"{statistics.median(each[key] for each in results):,.1f}" if key in results[0] else "-"
-            for key in keys
-        ]
-        lines.append(f"{name:26}" + "".join(f"{cell:>22}" for cell in cells) + f"  {failed}")
-    return "\n".join(line.rstrip() for line in lines), {"bytes": size, "results": found}
 
 
 if __name__ == "__main__":

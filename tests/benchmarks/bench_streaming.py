@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,75 +66,55 @@ def prune(source: Path, destination: Path, limit: int, dtype: str, include: list
     destination.with_suffix(".json").write_text(json.dumps(facts))
 
 
-def start(
-    source: Path, destination: Path, limit: int, dtype: str, include: list[str]
-) -> subprocess.Popen:
+def start(source: Path, destination: Path, *arguments: Any) -> subprocess.Popen:
+    """A process that prunes; the arguments are those of :func:`prune`."""
+    limit, dtype, include = arguments
     command = [sys.executable, __file__, "--worker", source, destination, str(limit), dtype]
     return subprocess.Popen([*command, *include])
 
 
-class Phases:
-    """Where a pruning is, from the files that it writes beside its destination."""
+def phase(name: str, source: Path, destination: Path) -> str:
+    """Where a pruning is, if it is well in a phase, or past it; else nothing.
 
-    def __init__(self, source: Path, destination: Path) -> None:
-        self.num_layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
-        self._destination = destination
-
-    def reached(self, name: str) -> str:
-        """Where it is, if it is well in a phase, or past it; else nothing."""
-        work = self._destination.with_name(f"{self._destination.name}.partial-text")
-        progress = work / "progress.json"
-        done = json.loads(progress.read_text()) if progress.exists() else {}
-        if name in ("forward", "backward", "update"):
-            num_done = len(done.get(name, []))
-            where = f"{name}, layer {num_done} of {self.num_layers}"
-            return where if num_done >= self.num_layers // 2 else ""
-        if name == "ranking":
-            return name if done.get("statistics") else ""
-        return name if self._writes() else ""
-
-    def _writes(self) -> bool:
-        """Whether a weight file of the result is finished."""
-        partial = self._destination.with_name(f"{self._destination.name}.partial")
-        return any(partial.glob("*.safetensors"))
+    It is seen from the files that are written beside the destination.
+    """
+    progress = destination.with_name(f"{destination.name}.partial-text") / "progress.json"
+    done = json.loads(progress.read_text()) if progress.exists() else {}
+    if name in ("forward", "backward", "update"):
+        num_layers, num_done = layers_of(source), len(done.get(name, []))
+        return f"{name}, layer {num_done} of {num_layers}" * (num_done >= num_layers // 2)
+    if name == "ranking":
+        return name * bool(done.get("statistics"))
+    partial = destination.with_name(f"{destination.name}.partial")
+    return name * any(partial.glob("*.safetensors"))  # a weight file of the result is finished
 
 
-def killed(
-    source: Path, destination: Path, begin: Callable[[], subprocess.Popen], names: list[str]
-) -> list[str]:
-    """Prune, and kill the process in each of some phases; returns where."""
-    phases, kills = Phases(source, destination), []
+def layers_of(source: Path) -> int:
+    return json.loads((source / "config.json").read_text())["num_hidden_layers"]
+
+
+def compared(
+    folder: Path, source: Path, names: list[str], *arguments: Any
+) -> tuple[dict[str, Any], str]:
+    """Prune as a whole, and by processes that are killed in each of some phases; what it took."""
+    one, other, kills = folder / "whole", folder / "killed", []
+    assert start(source, one, *arguments).wait() == 0
     for name in names:
-        process = begin()
+        process = start(source, other, *arguments)
         while process.poll() is None:
-            if where := phases.reached(name):
+            if where := phase(name, source, other):
                 time.sleep(1)  # into what follows
                 process.send_signal(signal.SIGKILL)
                 kills.append(where)
                 break
             time.sleep(0.1)
         assert process.wait() == -signal.SIGKILL, f"it was never in {name}"
-    assert begin().wait() == 0
-    return kills
-
-
-def compared(
-    folder: Path, source: Path, names: list[str], *arguments: Any
-) -> tuple[dict[str, Any], str]:
-    """Prune as a whole, and with kills; returns what the whole took, and what was compared."""
-    one, other = folder / "whole", folder / "killed"
-    assert start(source, one, *arguments).wait() == 0
-    kills = killed(source, other, lambda: start(source, other, *arguments), names)
-    files = sorted(str(p.relative_to(one)) for p in one.rglob("*") if p.is_file())
-    for name in files:
-        if not name.endswith("report.json"):
-            same = subprocess.run(["cmp", "-s", one / name, other / name], check=False)
-            assert same.returncode == 0, name
+    assert start(source, other, *arguments).wait() == 0
+    subprocess.run(["diff", "-r", "--exclude", "report.json", one, other], check=True)
     facts = json.loads((folder / "whole.json").read_text())
     shutil.rmtree(one)
     shutil.rmtree(other)
-    kept = f"killed ({'; '.join(kills)}) and started again: the same bytes, {len(files)} files"
-    return facts, kept
+    return facts, f"killed ({'; '.join(kills)}) and started again: the same bytes"
 
 
 def described(what: str, facts: dict[str, Any]) -> str:
@@ -160,7 +139,7 @@ def main() -> None:
         source = folder / "source"
         make(source, arguments.bytes)
         size = sum(file.stat().st_size for file in source.iterdir())
-        num_layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+        num_layers = layers_of(source)
         lines = [
             f"A Llama of {size / 1e9:.1f} GB in bf16, {num_layers} layers, which compute in "
             f"{arguments.dtype}; {WINDOWS} windows of {LENGTH} tokens; a process may have "

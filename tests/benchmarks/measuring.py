@@ -138,9 +138,14 @@ def median_ratio(numerator: Sequence[Measurement], denominator: Sequence[Measure
     )
 
 
+def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    """The most seconds of any rank, round by round."""
+    return [max(each) for each in zip(*of_ranks, strict=True)]
+
+
 @dataclass(frozen=True)
-class Bound:
-    """What a measured value has to be.
+class Verdict:
+    """What was measured, and what it has to be.
 
     Attributes:
         text: what is measured, with its unit, size and dtype.
@@ -149,22 +154,14 @@ class Bound:
     """
 
     text: str
+    value: float
     limit: float
     at_least: bool = False
     is_aim: bool = False
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """A bound, and what was measured."""
-
-    bound: Bound
-    value: float
-
     @property
     def holds(self) -> bool:
-        limit = self.bound.limit
-        return self.value >= limit if self.bound.at_least else self.value <= limit
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 @dataclass(frozen=True)
@@ -184,27 +181,6 @@ class Table:
 
     def text(self) -> str:
         return "\n".join([self.title, *layout([self.columns, *self.rows]), *self.notes])
-
-    def json(self) -> dict[str, Any]:
-        """Plain data; :meth:`from_json` makes an equal table of it."""
-        return {
-            "title": self.title,
-            "columns": self.columns,
-            "rows": self.rows,
-            "verdicts": [
-                {**vars(each.bound), "value": each.value, "holds": each.holds}
-                for each in self.verdicts
-            ],
-            "notes": self.notes,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Table:
-        verdicts = [
-            Verdict(Bound(v["text"], v["limit"], v["at_least"], v["is_aim"]), v["value"])
-            for v in data["verdicts"]
-        ]
-        return cls(data["title"], data["columns"], data["rows"], verdicts, data["notes"])
 
 
 def layout(rows: Sequence[Sequence[Cell]]) -> list[str]:
@@ -233,15 +209,10 @@ def machine() -> list[str]:
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     huge = pages.read_text().strip() if pages.exists() else "unknown"
     gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    facts = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in facts if line.startswith("model name")]
     return [
         f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
-        f"{_cpu_model()}, {os.cpu_count()} cores, {gigabytes:.0f} GB of memory",
+        f"{[*models, platform.machine()][0]}, {os.cpu_count()} cores, {gigabytes:.0f} GB of memory",
         f"{torch.get_num_threads()} threads, transparent huge pages: {huge}",
     ]
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import data
@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.utils.prune as torch_prune
 from measuring import (
-    Bound,
-    Cell,
     CheckFailed,
     Measurement,
     Options,
@@ -26,75 +24,98 @@ from measuring import (
     Verdict,
     interleaved,
     measured,
-    median_ratio,
-    median_seconds,
+    slowest,
 )
-from sharded_models import AMOUNT, check_local_masks, local_like, placed, prune, shard
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
+import distprune
+from distprune import PruningReport
 from helpers.on_ranks import on_ranks
+
+AMOUNT = 0.5
+COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+PLAN = {
+    "embed_tokens": RowwiseParallel(), "lm_head": ColwiseParallel(), "norm": SequenceParallel(),
+    **{f"layers.*.{name}": ColwiseParallel() for name in COLWISE},
+    **{f"layers.*.{name}": RowwiseParallel() for name in ("o_proj", "down_proj")},
+    **{f"layers.*.{name}": SequenceParallel() for name in ("input_norm", "output_norm")},
+}  # fmt: skip
+SMALL, LARGE = 10_000_000, 100_000_000
+
+
+def shard(model: data.LanguageModel, wrapping: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if wrapping == "tp":
+        parallelize_module(model, mesh, PLAN, src_data_rank=None)
+        return
+    for module in (*model.layers, model.embed_tokens, model.lm_head, model):
+        fully_shard(module, mesh=mesh)
+
+
+def prune(targets: Sequence[tuple[nn.Module, str]], amount: float = AMOUNT) -> PruningReport:
+    return distprune.global_unstructured(targets, distprune.L1Unstructured, amount=amount)
+
+
+def local_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor, as torch itself cuts it."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local().clone()
+
+
+def check_local_masks(model: nn.Module, keeps: Sequence[Tensor]) -> None:
+    """Every bit on this rank.
+
+    Raises:
+        CheckFailed: names the parameter.
+    """
+    for which, (mask, keep) in enumerate(zip(data.masks(model), keeps, strict=True)):
+        if mask is None or not torch.equal(data.local(mask) != 0, keep):
+            raise CheckFailed(f"rank {dist.get_rank()}: the mask of parameter {which} is wrong")
+
+
+def cases(options: Options) -> Iterator[tuple[str, int, int, str]]:
+    """(wrapping, number of ranks, number of elements, dtype)."""
+    for size in (1_000_000,) if options.quick else (SMALL, LARGE):
+        for wrapping in ("fsdp2", "tp"):
+            for num_ranks in (2,) if options.quick else (1, 2, 4):
+                yield wrapping, num_ranks, size, "float32"
+    if not options.quick:
+        yield "fsdp2", 2, LARGE, "bfloat16"
 
 
 def tables(options: Options) -> Iterator[Table]:
-    yield against_gathering(options)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A sharded language model; the rival takes 50 bytes per element, on every rank."""
-
-    wrapping: str
-    num_ranks: int
-    num_elements: int
-    dtype: str = "float32"
-    has_rival: bool = True
-
-
-def cases(quick: bool) -> list[Case]:
-    if quick:
-        return [Case("fsdp2", 2, 1_000_000), Case("tp", 2, 1_000_000)]
-    small, large = 10_000_000, 100_000_000
-    found = [
-        Case(wrapping, num_ranks, size, has_rival=num_ranks < 4 or size == small)
-        for size in (small, large)
-        for wrapping in ("fsdp2", "tp")
-        for num_ranks in (1, 2, 4)
-    ]
-    return [*found, Case("fsdp2", 2, large, "bfloat16")]
-
-
-def against_gathering(options: Options) -> Table:
-    """Time and memory of one call, and of the rival."""
-    rows: list[list[Cell]] = []
-    headline: dict[str, float] = {}
-    most_collectives, most_bytes, extra = 0, 0, []
-    for case in cases(options.quick):
-        # The rival takes half a minute at the large size.
-        rounds = options.num_rounds(3) if case.num_elements < 5e7 else min(options.num_rounds(2), 2)
-        found = on_ranks(measure_case, case.num_ranks, vars(case), rounds, timeout=900)
-        ours, naive = (slowest(found, name) for name in ("distprune", "naive"))
-        peak = max(each["peak bytes per local element"]["distprune"] for each in found)
-        first = found[0]
-        times = median_ratio(naive, ours) if naive else None
-        naive_peak = max(each["peak bytes"].get("naive", 0) for each in found) / 1e9
+    rows, rounds = [], options.num_rounds(3)
+    for wrapping, num_ranks, size, dtype in cases(options):
+        # The rival takes 50 bytes per element, on every rank.
+        has_rival = num_ranks < 4 or size < LARGE
+        found = on_ranks(measure, num_ranks, wrapping, size, dtype, has_rival, rounds, timeout=900)
+        seconds = {
+            name: statistics.median(slowest([each["seconds"][name] for each in found]))
+            for name in found[0]["seconds"]
+        }
+        ours, naive = seconds["distprune"], seconds.get("naive")
         rows.append(
             [
-                case.wrapping, case.num_ranks, case.num_elements, case.dtype,
-                median_seconds(naive) if naive else None, median_seconds(ours), times,
-                first["collectives"], first["bytes"] / 1024,
-                naive_peak or None, peak,
+                wrapping, num_ranks, size, dtype, naive, ours, naive and naive / ours,
+                found[0]["collectives"], found[0]["bytes"] / 1024,
+                naive and max(each["peaks"]["naive"] for each in found) / 1e9,
+                max(each["peaks"]["distprune"] / each["num_local"] for each in found),
             ]
         )  # fmt: skip
-        most_collectives = max(most_collectives, first["collectives"])
-        most_bytes = max(most_bytes, first["bytes"])
-        if case.wrapping == "fsdp2" and case.num_ranks == 2:
-            if case.num_elements > 5e7 or options.quick:
-                extra.append(peak)
-            if case.dtype == "float32" and times is not None:
-                headline = {"times": times, "size": case.num_elements}
-    at = f"FSDP2, 2 ranks, {headline['size']:,} elements"
-    return Table(
+    largest = [row for row in rows if row[:3] == ["fsdp2", 2, rows[-1][2]]]
+    at = f"FSDP2, 2 ranks, {rows[-1][2]:,} elements"
+    yield Table(
         f"Sharded models on gloo ranks of one thread each, amount={AMOUNT}",
         [
             "wrapping", "ranks", "elements", "dtype", "gather + torch s", "distprune s", "times",
@@ -103,10 +124,10 @@ def against_gathering(options: Options) -> Table:
         ],
         rows,
         [
-            Verdict(Bound(f"{at}, fp32: times faster", 100, at_least=True), headline["times"]),
-            Verdict(Bound("KiB sent per rank, worst of all rows", 256), most_bytes / 1024),
-            Verdict(Bound("collectives, worst of all rows", 16), most_collectives),
-            Verdict(Bound(f"{at}: extra bytes per local element", 0.2), max(extra)),
+            Verdict(f"{at}, fp32: times faster", largest[0][6], 100, at_least=True),
+            Verdict("KiB sent per rank, worst of all rows", max(row[8] for row in rows), 256),
+            Verdict("collectives, worst of all rows", max(row[7] for row in rows), 16),
+            Verdict(f"{at}: extra bytes per local element", max(r[10] for r in largest), 0.2),
         ],
         [
             "Everything is measured. Seconds: the slowest rank, medians.",
@@ -117,62 +138,46 @@ def against_gathering(options: Options) -> Table:
     )  # fmt: skip
 
 
-def slowest(found: Sequence[dict[str, Any]], name: str) -> list[Measurement]:
-    """Of the ranks, round by round."""
-    if name not in found[0]["rounds"]:
-        return []
-    by_round = zip(*(each["rounds"][name] for each in found), strict=True)
-    return [Measurement(max(each), 0, 0) for each in by_round]
-
-
-def measure_case(fields: dict[str, Any], rounds: int) -> dict[str, Any]:
+def measure(wrapping: str, size: int, dtype: str, has_rival: bool, rounds: int) -> dict[str, Any]:
     """On every rank: check, then time."""
-    case = Case(**fields)
-    model = data.build(case.num_elements, getattr(torch, case.dtype))
+    model = data.build(size, getattr(torch, dtype))
     values = data.weights(model)
     expected = data.oracle(values, AMOUNT)
     keeps = [
         torch.from_numpy(keep).view(value.shape)
         for keep, value in zip(data.expected_masks(values, expected), values, strict=True)
     ]
-    del values
-    shard(model, case.wrapping)
-    keeps = [local_like(keep, p) for keep, (p, _) in zip(keeps, placed(model), strict=True)]
+    shard(model, wrapping)
+    keeps = [local_like(k, weight) for k, weight in zip(keeps, data.weights(model), strict=True)]
+    values = [data.local(weight).clone() for weight in data.weights(model)]
     targets = data.pairs(model)
     report = prune(targets)
     data.check_report(report, expected)
     check_local_masks(model, keeps)
-    left_bytes = data.undo(model)
-    num_local = sum(data.local(p).numel() for p, _ in placed(model))
+    left_bytes = data.undo(model, values)
 
-    def ours() -> list[tuple[float, int]]:
-        found = []
-        for _ in range(3):  # it is quick: one call is not more than noise
-            dist.barrier()
-            measurement = measured(lambda: prune(targets).num_pruned_now)
-            if measurement.result != expected.num_pruned:
-                raise CheckFailed(f"{measurement.result:,} elements pruned in a later round")
-            data.undo(model)
-            found.append((measurement.seconds, measurement.peak_extra_bytes - left_bytes))
-        return found
-
-    def naive() -> list[tuple[float, int]]:
+    def ours() -> Measurement:
         dist.barrier()
-        measurement = measured(lambda: gather_and_prune(model))
-        if measurement.result != expected.num_pruned:
-            raise CheckFailed(f"gathering and torch pruned {measurement.result:,} elements")
-        return [(measurement.seconds, measurement.peak_extra_bytes)]
+        run = measured(lambda: prune(targets).num_pruned_now)
+        data.undo(model, values)
+        return replace(run, peak_extra_bytes=run.peak_extra_bytes - left_bytes)
 
-    contestants = {"naive": naive, "distprune": ours} if case.has_rival else {"distprune": ours}
-    found = {
-        name: [each for several in results for each in several]
-        for name, results in interleaved(contestants, rounds).items()
-    }
-    peaks = {name: statistics.median(peak for _, peak in each) for name, each in found.items()}
+    def naive() -> Measurement:
+        dist.barrier()
+        return measured(lambda: gather_and_prune(model))
+
+    contestants = {"distprune": ours, "naive": naive} if has_rival else {"distprune": ours}
+    found = interleaved(contestants, rounds)
+    for name, runs in found.items():
+        if {run.result for run in runs} != {expected.num_pruned}:
+            raise CheckFailed(f"{name} pruned {runs}; expected {expected.num_pruned:,} elements")
     return {
-        "rounds": {name: [each[0] for each in several] for name, several in found.items()},
-        "peak bytes": peaks,
-        "peak bytes per local element": {name: peak / num_local for name, peak in peaks.items()},
+        "seconds": {name: [run.seconds for run in runs] for name, runs in found.items()},
+        "peaks": {
+            name: statistics.median(run.peak_extra_bytes for run in runs)
+            for name, runs in found.items()
+        },
+        "num_local": sum(value.numel() for value in values),
         "collectives": report.num_collectives,
         "bytes": report.bytes_sent,
     }
@@ -181,8 +186,7 @@ def measure_case(fields: dict[str, Any], rounds: int) -> dict[str, Any]:
 def gather_and_prune(model: nn.Module) -> int:
     """What one does without this library: every rank gets everything and prunes it."""
     whole = nn.ModuleList()
-    for parameter, _ in placed(model):
-        parameter = parameter.detach()
+    for parameter in data.weights(model):
         if isinstance(parameter, DTensor):
             # torch 2.11 joins columns to a tensor with gaps, which its own pruning cannot view.
             parameter = parameter.full_tensor().contiguous()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import Bound, Cell, CheckFailed, Options, Table, Verdict, measured
+from measuring import CheckFailed, Options, Table, Verdict, measured
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -29,10 +30,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False)
-
+        linear = partial(nn.Linear, bias=False)
         self.q, self.o = linear(width, width), linear(width, width)
         self.k, self.v = linear(width, width // 4), linear(width, width // 4)
         self.gate, self.up = linear(width, hidden), linear(width, hidden)
@@ -46,21 +44,26 @@ class Block(nn.Module):
 
 def tables(options: Options) -> Iterator[Table]:
     width, hidden, num_tokens = (64, 256, 512) if options.quick else (2048, 8192, 8192)
-    size = (width, hidden, num_tokens)
     threads = os.cpu_count() or 1
-    whole = on_ranks(measure, 1, *size, threads, "float64", True, timeout=3600)[0]
-    single = on_ranks(measure, 1, *size, threads, "float32", False, timeout=3600)[0]
-    halves = on_ranks(measure, 2, *size, max(1, threads // 2), "float64", False, timeout=3600)
-    slower = {name: max(each[name] for each in halves) for name in halves[0]}
-    rows: list[list[Cell]] = [
-        ["one process", *_cells(whole)],
-        ["one process, float32", *_cells(single)],
-        ["FSDP2, 2 ranks", *_cells(slower)],
-        [
-            "SparseGPT (plain), one process", whole["collect"], None,
-            whole["sparse_gpt"], whole["sparse_gpt_error"], whole["grams"] / 1e6, None,
-        ],
-    ]  # fmt: skip
+    found = {}
+    for name, ranks, dtype, has_rival in (
+        ("one process", 1, "float64", True),
+        ("one process, float32", 1, "float32", False),
+        ("FSDP2, 2 ranks", 2, "float64", False),
+    ):
+        arguments = width, hidden, num_tokens, max(1, threads // ranks), dtype, has_rival
+        each = on_ranks(measure, ranks, *arguments, timeout=3600)
+        found[name] = {key: max(values[key] for values in each) for key in each[0]}
+    rows = [
+        [name, *(each[key] for key in ("collect", "mask", "solve", "error", "grams", "peak"))]
+        for name, each in found.items()
+    ]
+    one, _, two = found.values()
+    rival, error = one["sparse_gpt"], one["sparse_gpt_error"]
+    rows.append(
+        ["SparseGPT (plain), one process", one["collect"], None, rival, error, one["grams"], None]
+    )
+    seconds = [each["mask"] + each["solve"] for each in (one, two)]
     yield Table(
         f"reconstruct of a block, {width} inputs, {hidden} hidden units, {num_tokens:,} tokens",
         [
@@ -69,39 +72,15 @@ def tables(options: Options) -> Iterator[Table]:
         ],
         rows,
         [
-            Verdict(
-                Bound("error of reconstruct / error of SparseGPT", 1),
-                whole["error"] / whole["sparse_gpt_error"],
-            ),
-            Verdict(
-                Bound("mask and solve / SparseGPT, one process", 1, is_aim=True),
-                (whole["mask"] + whole["solve"]) / whole["sparse_gpt"],
-            ),
-            Verdict(
-                Bound("the same, with Gram matrices of 262,144 tokens, computed", 1, is_aim=True),
-                _with_text(whole, whole["mask"] + whole["solve"], num_tokens)
-                / _with_text(whole, whole["sparse_gpt"], num_tokens),
-            ),
-            Verdict(
-                Bound("2 ranks / one process", 1, is_aim=True),
-                (slower["mask"] + slower["solve"]) / (whole["mask"] + whole["solve"]),
-            ),
+            Verdict("error of reconstruct / error of SparseGPT", one["error"] / error, 1),
+            Verdict("mask and solve / SparseGPT, one process", seconds[0] / rival, 1, is_aim=True),
+            Verdict("2 ranks / one process", seconds[1] / seconds[0], 1, is_aim=True),
         ],
         [
             "Masks: Wanda by rows, 50 %; SparseGPT chooses its own. The error is that of the "
             "outputs on the calibration data, the mean over the matrices.",
         ],
     )  # fmt: skip
-
-
-def _cells(found: dict[str, float]) -> list[Cell]:
-    times = [found["collect"], found["mask"], found["solve"]]
-    return [*times, found["error"], found["grams"] / 1e6, found["peak"] / 1e6]
-
-
-def _with_text(found: dict[str, float], seconds: float, num_tokens: int) -> float:
-    """128 windows of 2,048 tokens, as its papers take them."""
-    return found["collect"] * 128 * 2048 / num_tokens + seconds
 
 
 def measure(
@@ -125,7 +104,7 @@ def measure(
             for batch in mine.split(1024):
                 block(batch)
 
-    found: dict[str, Any] = {"collect": measured(collect).seconds, "grams": grams.num_bytes()}
+    found: dict[str, Any] = {"collect": measured(collect).seconds, "grams": grams.num_bytes() / 1e6}
     if has_rival:
         found |= _rival(pairs, grams)
 
@@ -144,7 +123,11 @@ def measure(
         return sum(entry.error_after for entry in report.parameters) / len(report.parameters)
 
     solved = measured(solve)
-    found |= {"solve": solved.seconds, "error": solved.result, "peak": solved.peak_extra_bytes}
+    found |= {
+        "solve": solved.seconds,
+        "error": solved.result,
+        "peak": solved.peak_extra_bytes / 1e6,
+    }
     return found
 
 

@@ -10,7 +10,7 @@ import data
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
-from measuring import Bound, CheckFailed, Table, Verdict, interleaved, measured
+from measuring import CheckFailed, Table, Verdict, interleaved, measured
 
 import distprune
 
@@ -38,24 +38,23 @@ def test_parts_that_do_not_exist_are_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    ("bound", "value", "all_hold", "words"),
+    ("verdict", "all_hold", "words"),
     [
-        (Bound("seconds", 0.2), 0.2, True, "holds"),
-        (Bound("seconds", 0.2), 0.3, False, "DOES NOT HOLD"),
-        (Bound("times", 60, at_least=True), 60.0, True, "holds"),
-        (Bound("times", 60, at_least=True), 59.0, False, "DOES NOT HOLD"),
-        (Bound("times", 2, is_aim=True), 3.0, True, "aim: missed"),
+        (Verdict("seconds", 0.2, 0.2), True, "holds"),
+        (Verdict("seconds", 0.3, 0.2), False, "DOES NOT HOLD"),
+        (Verdict("times", 60.0, 60, at_least=True), True, "holds"),
+        (Verdict("times", 59.0, 60, at_least=True), False, "DOES NOT HOLD"),
+        (Verdict("times", 3.0, 2, is_aim=True), True, "aim: missed"),
     ],
 )
-def test_bounds_decide(bound, value, all_hold, words):
-    table = Table("title", ["", "x"], [["row", 1.5]], [Verdict(bound, value)], ["note"])
-    assert Table.from_json(table.json()) == table
-    part = {"part": "some", "seconds": 1.0, "exit status": 0, "tables": [table.json()]}
+def test_bounds_decide(verdict, all_hold, words):
+    table = Table("title", ["", "x"], [["row", 1.5]], [verdict], ["note"])
+    part = {"part": "some", "seconds": 1.0, "error": "", "tables": [table]}
     lines, found = bench.summary([part], is_judged=True)
     assert found == all_hold and words in lines[-1]
     lines, found = bench.summary([part], is_judged=False)
     assert found and "not judged" in lines[-1]
-    lines, found = bench.summary([{**part, "exit status": 1}], is_judged=False)
+    lines, found = bench.summary([{**part, "error": "an error"}], is_judged=False)
     assert not found and "FAILED" in lines[-1]
 
 

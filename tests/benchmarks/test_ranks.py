@@ -4,7 +4,7 @@ import time
 
 import data
 import pytest
-import sharded_models
+import ranks
 import torch
 import torch.distributed as dist
 from measuring import CheckFailed
@@ -30,15 +30,14 @@ def find_one_wrong_bit():
     values = data.weights(model)
     keeps = data.expected_masks(values, data.oracle(values, 0.5))
     keeps = [torch.from_numpy(k).view(v.shape) for k, v in zip(keeps, values, strict=True)]
-    sharded_models.shard(model, "fsdp2")
-    placed = sharded_models.placed(model)
-    keeps = [sharded_models.local_like(k, p) for k, (p, _) in zip(keeps, placed, strict=True)]
-    sharded_models.prune(data.pairs(model))
-    sharded_models.check_local_masks(model, keeps)
+    ranks.shard(model, "fsdp2")
+    keeps = [ranks.local_like(k, p) for k, p in zip(keeps, data.weights(model), strict=True)]
+    ranks.prune(data.pairs(model))
+    ranks.check_local_masks(model, keeps)
     if dist.get_rank() == 1:
         keeps[2].view(-1)[5] ^= True
     try:
-        sharded_models.check_local_masks(model, keeps)
+        ranks.check_local_masks(model, keeps)
     except CheckFailed as error:
         return str(error)
 

@@ -19,20 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torch.nn.utils.prune as torch_prune
-from decoder import QUICK, WAYS, Decoder, Sizes, build, loss_of, wrap
-from measuring import (
-    Bound,
-    CheckFailed,
-    Options,
-    Table,
-    Verdict,
-    interleaved,
-    measured,
-    synchronize,
-)
+from measuring import CheckFailed, Options, Table, Verdict, interleaved, measured, synchronize
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import distprune
@@ -42,6 +36,76 @@ from helpers.on_ranks import on_ranks
 AMOUNT = 0.5
 WARM_UP = 2
 LARGEST_RATIO = 1.05
+# How a model is run, and whether the bounds are for it.
+WAYS = {
+    "FSDP2": True,
+    "FSDP2, fused AdamW": False,
+    "FSDP2, bf16 policy, fused AdamW": False,
+    "FSDP1": False,
+    "one process": False,
+}
+# A decoder and its batch: so many sequences of a length on each rank.
+LARGE = {
+    "width": 512, "blocks": 4, "head": 64, "vocabulary": 4096, "sequences": 4, "length": 256
+}  # fmt: skip
+SMALL = {"width": 64, "blocks": 2, "head": 16, "vocabulary": 256, "sequences": 1, "length": 32}
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP, each after a norm and with a residual connection."""
+
+    def __init__(self, width: int, head: int) -> None:
+        super().__init__()
+        self.head = head
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (self._heads(layer(y)) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head)).transpose(1, 2)
+
+
+class Decoder(nn.Module):
+    """[batch, length] tokens -> the loss of each token by those before it."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(sizes["vocabulary"], sizes["width"])
+        blocks = (Block(sizes["width"], sizes["head"]) for _ in range(sizes["blocks"]))
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(sizes["width"])
+        self.lm_head = nn.Linear(sizes["width"], sizes["vocabulary"], bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.lm_head(self.norm(self.blocks(self.embed(tokens[:, :-1]))))
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def build(sizes: dict[str, int], way: str, device: str) -> nn.Module:
+    """A decoder, run one of the :data:`WAYS` over all ranks."""
+    torch.manual_seed(0)
+    model = Decoder(sizes).to(device)
+    if way == "one process":
+        return model
+    if way == "FSDP1":
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy([Block]),
+            device_id=torch.device(device),
+            use_orig_params=True,
+        )
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=half if "bf16" in way else MixedPrecisionPolicy())
+    return model
 
 
 def prune_by_torch(model: nn.Module, pruned: nn.Module) -> None:
@@ -69,7 +133,7 @@ class Contestant:
         dist.barrier()
         synchronize(self.tokens.device)
         started = time.perf_counter()
-        self.finish(loss_of(self.model, self.tokens))
+        self.finish(self.model(self.tokens))
         synchronize(self.tokens.device)
         return time.perf_counter() - started
 
@@ -78,14 +142,14 @@ class Contestant:
         old = {address for address, _ in storages(before)}
         saved = []  # autograd holds these where Python's collector cannot see them
         with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
-            loss = loss_of(self.model, self.tokens)
+            loss = self.model(self.tokens)
         new = {address: size for address, size in storages(live_tensors()) if address not in old}
         self.finish(loss)
         return sum(new.values())
 
     def traffic(self) -> list[tuple[str, int]]:
         with Traffic() as traffic:
-            self.finish(loss_of(self.model, self.tokens))
+            self.finish(self.model(self.tokens))
         return traffic.calls
 
 
@@ -104,16 +168,15 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
 
 def measure(way: str, is_small: bool, rounds: int, kind: str) -> dict[str, Any]:
     """On every rank: check and measure one of the :data:`WAYS`."""
-    sizes = QUICK if is_small else Sizes()
-    shape = (sizes.sequences, sizes.length + 1)
-    tokens = torch.randint(sizes.vocabulary, shape, generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(kind)
-    dense, pruned = (wrap(build(sizes).to(kind), way, kind) for _ in range(2))
+    sizes = SMALL if is_small else LARGE
+    shape, generator = (sizes["sequences"], sizes["length"] + 1), torch.Generator().manual_seed(0)
+    tokens = torch.randint(sizes["vocabulary"], shape, generator=generator).to(kind)
+    dense, pruned = (build(sizes, way, kind) for _ in range(2))
     targets = distprune.select(pruned, everything=True)
     distprune.global_unstructured(targets, distprune.L1Unstructured, amount=AMOUNT)
     models = {"dense": dense, "pruned": pruned}
     if way == "one process":
-        models["torch"] = build(sizes).to(kind)
+        models["torch"] = build(sizes, way, kind)
         prune_by_torch(models["torch"], pruned)
     contestants = {
         name: Contestant(model, tokens, is_fused="fused" in way) for name, model in models.items()
@@ -139,7 +202,7 @@ def ratio(found: dict[str, Any], name: str) -> float:
 
 def tables(options: Options) -> Iterator[Table]:
     """A training step, in each of the :data:`WAYS`."""
-    sizes = QUICK if options.quick else Sizes()
+    sizes = SMALL if options.quick else LARGE
     rounds = options.num_rounds(11)
     rows, verdicts = [], []
     for way, is_bound in WAYS.items():
@@ -183,11 +246,11 @@ def bytes_sent(found: dict[str, Any]) -> int:
 
 def verdicts_on(way: str, found: dict[str, Any]) -> list[Verdict]:
     dense, pruned = found["dense"], found["pruned"]
-    kept = Bound(f"{way}: bytes that a pruned step keeps for backward, less a dense one's", 0)
-    sent = Bound(f"{way}: bytes that a pruned step sends, less a dense one's", 0)
-    seconds = Bound(f"{way}: seconds of a pruned step / a dense one", LARGEST_RATIO)
+    kept, sent = pruned["kept"] - dense["kept"], bytes_sent(pruned) - bytes_sent(dense)
     return [
-        Verdict(seconds, ratio(found, "pruned")),
-        Verdict(kept, pruned["kept"] - dense["kept"]),
-        Verdict(sent, bytes_sent(pruned) - bytes_sent(dense)),
+        Verdict(
+            f"{way}: seconds of a pruned step / a dense one", ratio(found, "pruned"), LARGEST_RATIO
+        ),
+        Verdict(f"{way}: bytes that a pruned step keeps for backward, less a dense one's", kept, 0),
+        Verdict(f"{way}: bytes that a pruned step sends, less a dense one's", sent, 0),
     ]
