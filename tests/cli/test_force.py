@@ -1,10 +1,11 @@
-"""``--force``: a finished result of distprune gives its place to a new one; nothing else does."""
+"""``--force`` replaces finished results only; ``--discard``; a run that goes on after a signal."""
 
 import os
 import shutil
 
 import pytest
 import torch
+from commands import Done, start
 
 from distprune.files import disk, pruning
 from distprune.files.errors import OutputError
@@ -105,3 +106,59 @@ def test_nothing_else_is_replaced(run, source, out, tmp_path):
     inside = save(out / "inside", {"layers.0.weight": torch.randn(4, 4)})
     done = run("prune", inside, out, "-s", "0.25", "--force")
     assert done.code == DESTINATION and "which --force would replace" in done.err
+
+
+@pytest.fixture
+def large_source(tmp_path):
+    torch.manual_seed(0)
+    tensors = {f"layers.{i}.weight": torch.randn(16, 16) for i in range(6)}
+    return save(tmp_path / "large_source", tensors)
+
+
+@pytest.fixture(params=["prune", "apply"])
+def command(request, run, large_source, tmp_path):
+    """A command, and its destination."""
+    out = tmp_path / "out"
+    if request.param == "prune":
+        return ["prune", large_source, out, "-s", "0.5"], out
+    masks = tmp_path / "masks"
+    assert run("prune", large_source, masks, "-s", "0.25").code == 0
+    return ["apply", masks, large_source, out], out
+
+
+# As if a signal came when nearly all is done.
+INTERRUPTED = """
+import os, signal
+from distprune.cli import main
+from distprune.files import pruning
+pruning.Result._publish = lambda *_: os.kill(os.getpid(), signal.{})
+main()
+"""
+
+
+def interrupted(command, name="SIGTERM"):
+    process = start("-c", INTERRUPTED.format(name), *command)
+    out, err = process.communicate(timeout=100)
+    return Done(process.returncode, out, err)
+
+
+def test_the_same_command_goes_on_after_a_signal(run, command):
+    command, _out = command
+    for name, code in (("SIGINT", 1), ("SIGTERM", -15)):
+        assert interrupted(command, name).code == code
+    done = run(*command)
+    assert done.code == 0 and "Resuming: " in done.err
+
+
+def test_discard_gives_up(run, command, tmp_path):
+    command, _out = command
+    before = {path.name for path in tmp_path.iterdir()}
+    interrupted(command)
+    done = run(*command, "--discard")
+    assert done.code == 0 and "Removed " in done.out and "of the disk" in done.out
+    assert {path.name for path in tmp_path.iterdir()} == before
+    done = run(*command, "--discard")
+    assert done.code == 0 and "There is no unfinished result" in done.out
+    interrupted(command)
+    found = run(*command, "--discard", "--json").json["discarded"]
+    assert len(found) == 1 and found[0]["num_bytes"] > 5000

@@ -1,11 +1,15 @@
-"""``distprune plan``: flags override recipes; its output; what it refuses."""
+"""``distprune plan``: the selection, flags and recipes, its output, the disk space, refusals."""
 
 import json
+import os
 
 import pytest
 import torch
 
+from distprune.cli import prune as plan_command
+from distprune.files.planning import plan
 from distprune.recipes import shipped_recipes
+from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save, tree_digest
 
 NAMES = {
@@ -105,3 +109,58 @@ def test_shipped_recipes_fit(run, source, name):
         return
     found = run("plan", source, "-r", name, "--json").json
     assert found["num_to_prune"] == 64 and found["num_elements"] == 128
+
+
+@pytest.fixture
+def plain_source(tmp_path):
+    tensors = {f"layers.{i}.mlp.weight": torch.randn(8, 8) for i in range(4)}
+    return save(tmp_path / "plain_source", tensors | {"embed.weight": torch.randn(8, 8)})
+
+
+def test_a_source_alone_shows_the_selection(run, plain_source):
+    done = run("plan", plain_source)
+    assert done.code == 0 and done.err == ""
+    lines = {line.split()[0]: line for line in done.out.splitlines() if "F32" in line}
+    assert lines["layers.*.mlp.weight"].endswith("  256  prune")
+    assert lines["embed.weight"].endswith("keep: an embedding")
+    assert "Selects 256 elements in 4 of 5 tensors. No sparsity is given" in done.out
+    found = run("plan", plain_source, "--json").json
+    assert found["num_elements"] == 256 and found["num_to_prune"] == 0
+    # Options of the selection act, and wrong ones are refused.
+    assert "in 3 of 5 tensors" in run("plan", plain_source, "--exclude", "layers.0.*").out
+    assert run("plan", plain_source, "--scope", "rows").code == 2
+    assert run("plan", plain_source, "-r", "nope").code == 2
+
+
+def test_the_bytes_are_those_that_prune_needs(run, plain_source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    before = tree_digest(tmp_path)
+    found = run("plan", plain_source, out, "-s", "0.5", "--json").json["cost"]
+    assert found["free_bytes"] > found["missing_bytes"] == found["write_bytes"]
+    assert tree_digest(tmp_path) == before
+    total = sum(path.stat().st_size for path in plain_source.iterdir())
+    assert found["read_bytes"] == total + 3 * 4 * 256  # fp32 is measured and counted: three reads
+    assert run("prune", plain_source, out, "-s", "0.5").code == 0
+    written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    assert abs(found["write_bytes"] - written) < 6000
+
+    class Full:
+        f_blocks, f_bfree, f_bavail, f_frsize = 2, 1, 1, 512
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Full)
+    done = run("plan", plain_source, tmp_path / "other", "-s", "0.5")
+    assert done.code == 1 and "There is not enough space" in done.out
+    done = run("plan", plain_source, tmp_path / "other", "-s", "0.5", "--json")
+    assert done.code == 1 and done.json["cost"]["free_bytes"] == 512
+    assert run("plan", plain_source, tmp_path / "no" / "where", "-s", "0.5").code == 1
+
+
+def test_what_an_interrupted_run_left_is_not_needed_again(plain_source, tmp_path):
+    made = plan(plain_source, raw_recipe(0.5))
+    whole = plan_command.estimate(made, tmp_path / "out[1]")["missing_bytes"]
+    part = tmp_path / "out[1].partial" / "distprune"
+    part.mkdir(parents=True)
+    (tmp_path / "out1.partial").write_bytes(bytes(4096))  # of another destination
+    assert plan_command.estimate(made, tmp_path / "out[1]")["missing_bytes"] == whole > 0
+    (part / "masks.safetensors").write_bytes(bytes(4096))
+    assert plan_command.estimate(made, tmp_path / "out[1]")["missing_bytes"] == max(whole - 4096, 0)

@@ -14,7 +14,6 @@ from pruned_models import (
     MODELS,
     linear,
     pruned_globally,
-    pruned_once,
     pruned_twice,
     sparse_values_stay_zero,
     train,
@@ -159,21 +158,3 @@ class TestShallowCopies:
                     kept = getattr(each, name + "_mask")
                     assert torch.equal(kept, mask.to(kept.dtype)) and not kept.all()
         assert left[0] == left[1]
-
-
-def fail_to_copy(module: nn.Module) -> Exception:
-    """The error of a deepcopy that fails half-way; its traceback keeps the half-made copy."""
-    with torch.no_grad():
-        module(torch.ones(1, 6))  # the hook knows its module, and is copied before what fails
-    module.cached = module.weight_orig * 2
-    with pytest.raises(RuntimeError, match="deepcopy") as error:
-        copy.deepcopy(module)
-    return error.value
-
-
-class TestHalfMadeCopies:
-    def test_other_modules_are_removed(self):
-        kept = fail_to_copy(pruned_once()[0])
-        other = prune.l1_unstructured(linear(), "weight", 0.5)
-        prune.remove(other, "weight")
-        assert kept.__traceback__ is not None and not prune.is_pruned(other)

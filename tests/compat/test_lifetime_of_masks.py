@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -33,6 +34,25 @@ class TestMemory:
         assert int(mask.sum()) == 24
         mask.zero_()
         assert int((module.weight_mask == 0).sum()) == 16
+
+    def test_masks_are_held_once(self):
+        model = nn.Sequential(linear(), linear(1))
+        for _ in range(3):
+            prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.1)
+            for layer in model:
+                (hook,) = layer._forward_pre_hooks.values()
+                methods = hook if isinstance(hook, prune.PruningContainer) else [hook]
+                for method in methods:
+                    assert method.mask.data_ptr() == layer.weight_mask.data_ptr()
+                # Nor is it a part of something larger.
+                assert layer.weight_mask.untyped_storage().nbytes() == 30 * 4
+
+    def test_a_small_layer_beside_a_large_one_is_stored_small(self):
+        small, large = linear(), nn.Linear(300, 300)
+        pairs = [(small, "weight"), (large, "weight")]
+        alone = len(pickle.dumps(prune.l1_unstructured(linear(), "weight", 3)))
+        prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
+        assert len(pickle.dumps(small)) < 2 * alone
 
 
 class TestRemove:

@@ -45,146 +45,104 @@ def names(selected) -> list[str]:
     return [pair.fqn for pair in selected]
 
 
-class TestPlainModels:
-    def test_matrices_inside_the_model_in_order_of_registration(self):
-        assert names(prune.select(Net())) == DEFAULT
-
-    def test_everything_is_every_weight_but_those_of_norms(self):
-        assert names(prune.select(Net(), everything=True)) == EVERYTHING
-        vectors = nn.Sequential(nn.PReLU(3), nn.Linear(3, 1), nn.LayerNorm(3))
-        assert names(prune.select(vectors, everything=True)) == ["0.weight", "1.weight"]
-        with pytest.raises(ValueError, match=r"left out \(fewer than 2"):
-            prune.select(vectors[:1])
-
-    def test_types_tell_more_than_names(self):
-        tokens, layer, norm = nn.Embedding(5, 4), nn.Linear(4, 6), nn.LayerNorm((2, 3))
-        model = nn.Sequential(tokens, layer, norm, nn.EmbeddingBag(5, 6), nn.Linear(6, 5))
-        assert names(prune.select(model)) == ["1.weight", "4.weight"]
-        model.get_output_embeddings = lambda: model[4]
-        assert names(prune.select(model)) == ["1.weight"]
-        model[4] = nn.Linear(4, 5)
-        model[4].weight = tokens.weight
-        assert names(prune.select(model)) == ["1.weight"]
-
-    def test_integers_and_single_channels_are_left_alone(self):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Conv1d(4, 4, 3, groups=4))
-        model[0].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
-        assert names(prune.select(model)) == ["1.weight"]
-
-    def test_pairs_are_those_of_torch(self):
-        model = Net()
-        pair = prune.select(model)[0]
-        module, name = pair
-        assert module is model.blocks[0].up and name == "weight"
-        assert pair == (model.blocks[0].up, "weight")
-        assert {pair: 1}[(module, "weight")] == 1
-
-    def test_a_lone_module_has_no_prefix(self):
-        assert names(prune.select(nn.Linear(2, 2))) == ["weight"]
-
-    def test_other_names(self):
-        biases = {"types": nn.Linear, "names": ("weight", "bias")}
-        with pytest.raises(ValueError, match=r"called 'bias' .* left out \(fewer than 2"):
-            prune.select(Net(), **biases)
-        expected = [f"blocks.{i}.up.{name}" for i in range(2) for name in ("weight", "bias")]
-        for asked in ({"include": "*", "min_ndim": 1}, {"everything": True}):
-            selected = prune.select(Net(), **biases, **asked)
-            assert names(selected) == [*expected, "head.weight"]
-
-    def test_types(self):
-        convolutions = [DEFAULT[1], DEFAULT[3]]
-        assert names(prune.select(Net(), types=nn.Conv1d)) == convolutions
-        types = (nn.Conv1d, nn.Embedding)
-        assert names(prune.select(Net(), types=types)) == convolutions
-        selected = prune.select(Net(), types=types, everything=True)
-        assert names(selected) == ["embed.weight", *convolutions]
-        assert names(prune.select(Net(), "*", types=types)) == ["embed.weight", *convolutions]
-
-    def test_also_adds_to_the_default(self):
-        assert names(prune.select(Net(), also="head")) == [*DEFAULT, "head.weight"]
-        with pytest.raises(ValueError, match=r"beside include=\['embed'\]"):
-            prune.select(Net(), "embed", also="head")
-        with pytest.raises(ValueError, match="everything=True"):
-            prune.select(Net(), also="head", everything=True)
-
-    def test_norms_only_when_asked_for(self):
-        asked = ["blocks.0.norm.weight", "blocks.1.norm.weight"]
-        assert names(prune.select(Net(), types=nn.LayerNorm, everything=True)) == asked
-        assert names(prune.select(Net(), include="*.norm", everything=True)) == asked
-        assert names(prune.select(Net(), "*.norm.weight", min_ndim=1)) == asked
-
-    def test_pruned_parameters_are_listed_like_any_other(self):
-        model = Net()
-        before = prune.select(model)
-        prune.global_unstructured(before, prune.L1Unstructured, amount=0.5)
-        assert prune.select(model) == before
-
-    def test_tied_parameters_are_listed_where_they_come_first(self):
-        model = Net()
-        model.head.weight = model.embed.weight
-        assert names(prune.select(model, everything=True)) == EVERYTHING[:-1]
-        linear = prune.select(model, types=nn.Linear, exclude="head", everything=True)
-        assert names(linear) == [DEFAULT[0], DEFAULT[2]]
-        assert names(prune.select(model)) == DEFAULT
-
-    def test_a_module_in_two_places_is_listed_once(self):
-        layer = nn.Linear(2, 2)
-        assert names(prune.select(nn.Sequential(layer, nn.ReLU(), layer))) == ["0.weight"]
+CONVOLUTIONS, NORMS = [DEFAULT[1], DEFAULT[3]], ["blocks.0.norm.weight", "blocks.1.norm.weight"]
+BIASES = {"types": nn.Linear, "names": ("weight", "bias")}
+WITH_BIASES = [f"blocks.{i}.up.{name}" for i in range(2) for name in ("weight", "bias")]
+ROWS = [
+    ({}, DEFAULT),
+    ({"everything": True}, EVERYTHING),
+    ({"also": "head"}, [*DEFAULT, "head.weight"]),
+    ({"types": nn.Conv1d}, CONVOLUTIONS),
+    ({"types": (nn.Conv1d, nn.Embedding)}, CONVOLUTIONS),
+    ({"types": (nn.Conv1d, nn.Embedding), "everything": True}, ["embed.weight", *CONVOLUTIONS]),
+    ({"types": (nn.Conv1d, nn.Embedding), "include": "*"}, ["embed.weight", *CONVOLUTIONS]),
+    ({**BIASES, "everything": True}, [*WITH_BIASES, "head.weight"]),
+    ({**BIASES, "include": "*", "min_ndim": 1}, [*WITH_BIASES, "head.weight"]),
+    ({"types": nn.LayerNorm, "everything": True}, NORMS),
+    ({"include": "*.norm", "everything": True}, NORMS),
+    ({"include": "*.norm.weight", "min_ndim": 1}, NORMS),
+    ({"include": "head"}, ["head.weight"]),
+    ({"include": "head.weight"}, ["head.weight"]),
+    ({"include": "blocks.1.*"}, DEFAULT[2:]),
+    ({"include": "blocks.?.up"}, DEFAULT[::2]),
+    ({"include": "blocks.[0-9].conv"}, CONVOLUTIONS),
+    ({"include": r"re:blocks\.\d+\.(up|conv)"}, DEFAULT),
+    ({"include": ["head", "embed"]}, ["embed.weight", "head.weight"]),
+    ({"include": "blocks.*.up", "exclude": "blocks.0.up"}, [DEFAULT[2]]),
+    ({"exclude": "head"}, DEFAULT),
+    ({"exclude": ["head", "embed.weight"], "everything": True}, DEFAULT),
+    ({"exclude": "blocks.0*"}, DEFAULT[2:]),
+    ({"exclude": "re:.*conv"}, DEFAULT[::2]),
+]
 
 
-class TestPatterns:
-    @pytest.mark.parametrize(
-        ("pattern", "expected"),
-        [
-            ("head", ["head.weight"]),
-            ("head.weight", ["head.weight"]),
-            ("blocks.1.*", [DEFAULT[2], DEFAULT[3]]),
-            ("blocks.?.up", [DEFAULT[0], DEFAULT[2]]),
-            ("blocks.[0-9].conv", [DEFAULT[1], DEFAULT[3]]),
-            ("*.up.weight", [DEFAULT[0], DEFAULT[2]]),
-            (r"re:blocks\.\d+\.(up|conv)", DEFAULT),
-            (r"re:.*\.up\.weight", [DEFAULT[0], DEFAULT[2]]),
-            (["head", "embed"], ["embed.weight", "head.weight"]),
-        ],
-    )
-    def test_include(self, pattern, expected):
-        assert names(prune.select(Net(), include=pattern)) == expected
+@pytest.mark.parametrize(("arguments", "expected"), ROWS, ids=str)
+def test_what_is_selected(arguments, expected):
+    assert names(prune.select(Net(), **arguments)) == expected
 
-    @pytest.mark.parametrize(
-        ("pattern", "left_out"),
-        [
-            ("head", ["head.weight"]),
-            (["head", "embed.weight"], ["head.weight", "embed.weight"]),
-            ("blocks.0*", [DEFAULT[0], DEFAULT[1]]),
-            (r"re:.*conv", [DEFAULT[1], DEFAULT[3]]),
-        ],
-    )
-    def test_exclude(self, pattern, left_out):
-        for everything, selected in ((False, DEFAULT), (True, EVERYTHING)):
-            expected = [name for name in selected if name not in left_out]
-            found = prune.select(Net(), exclude=pattern, everything=everything)
-            assert names(found) == expected
 
-    def test_exclude_wins(self):
-        selected = prune.select(Net(), include="blocks.*.up", exclude="blocks.0.up")
-        assert names(selected) == [DEFAULT[2]]
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (BIASES, ValueError, r"called 'bias' .* left out \(fewer than 2"),
+        ({"include": "embed", "also": "head"}, ValueError, r"beside include=\['embed'\]"),
+        ({"also": "head", "everything": True}, ValueError, "everything=True"),
+        ({"exclude": ["head", "lm_head"]}, ValueError,
+         r"'lm_head' matches no parameter.*embed\.weight"),
+        ({"exclude": "*"}, ValueError, "nothing is selected"),
+        ({"types": nn.Conv3d}, ValueError, "nothing is selected"),
+        *(({name: [3]}, TypeError, name) for name in ("include", "exclude", "names")),
+    ],
+)  # fmt: skip
+def test_what_is_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        prune.select(Net(), **arguments)
 
-    def test_every_pattern_has_to_match(self):
-        with pytest.raises(ValueError, match=r"'lm_head' matches no parameter.*embed\.weight"):
-            prune.select(Net(), exclude=["head", "lm_head"])
 
-    def test_nothing_left(self):
-        with pytest.raises(ValueError, match="nothing is selected"):
-            prune.select(Net(), exclude="*")
-        with pytest.raises(ValueError, match="nothing is selected"):
-            prune.select(Net(), types=nn.Conv3d)
-        with pytest.raises(ValueError, match="nothing is selected"):
-            prune.select(nn.ReLU())
+def test_vectors():
+    vectors = nn.Sequential(nn.PReLU(3), nn.Linear(3, 1), nn.LayerNorm(3))
+    assert names(prune.select(vectors, everything=True)) == ["0.weight", "1.weight"]
+    with pytest.raises(ValueError, match=r"left out \(fewer than 2"):
+        prune.select(vectors[:1])
 
-    @pytest.mark.parametrize("argument", ["include", "exclude", "names"])
-    def test_patterns_are_strings(self, argument):
-        with pytest.raises(TypeError, match=argument):
-            prune.select(Net(), **{argument: [3]})
+
+def test_types_tell_more_than_names():
+    tokens, layer, norm = nn.Embedding(5, 4), nn.Linear(4, 6), nn.LayerNorm((2, 3))
+    model = nn.Sequential(tokens, layer, norm, nn.EmbeddingBag(5, 6), nn.Linear(6, 5))
+    assert names(prune.select(model)) == ["1.weight", "4.weight"]
+    model.get_output_embeddings = lambda: model[4]
+    assert names(prune.select(model)) == ["1.weight"]
+    model[4] = nn.Linear(4, 5)
+    model[4].weight = tokens.weight
+    assert names(prune.select(model)) == ["1.weight"]
+
+
+def test_integers_and_single_channels_are_left_alone():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Conv1d(4, 4, 3, groups=4))
+    model[0].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+    assert names(prune.select(model)) == ["1.weight"]
+
+
+def test_pairs_are_those_of_torch_pruned_or_not():
+    model = Net()
+    before = prune.select(model)
+    module, name = before[0]
+    assert module is model.blocks[0].up and name == "weight"
+    assert before[0] == (module, "weight") and {before[0]: 1}[(module, "weight")] == 1
+    prune.global_unstructured(before, prune.L1Unstructured, amount=0.5)
+    assert prune.select(model) == before
+
+
+def test_what_is_in_two_places_is_listed_where_it_comes_first():
+    layer = nn.Linear(2, 2)
+    assert names(prune.select(layer)) == ["weight"]
+    assert names(prune.select(nn.Sequential(layer, nn.ReLU(), layer))) == ["0.weight"]
+    model = Net()
+    model.head.weight = model.embed.weight
+    assert names(prune.select(model, everything=True)) == EVERYTHING[:-1]
+    assert names(prune.select(model)) == DEFAULT
+    linear = prune.select(model, types=nn.Linear, exclude="head", everything=True)
+    assert names(linear) == DEFAULT[::2]
 
 
 def compiled(model: nn.Module) -> nn.Module:

@@ -179,12 +179,3 @@ def test_hooks_can_be_removed_by_hand():
     assert not ours._forward_pre_hooks
     assert torch.equal(ours.weight, theirs.weight)
     assert int((ours.bias == 0).sum()) == 2
-
-
-def test_a_dim_that_is_no_integer_on_a_pruned_bias():
-    """Out of range too; torch indexes with it, and raises TypeError."""
-    for library in (distprune, torch_prune):
-        module = nn.Linear(1, 1)
-        library.l1_unstructured(module, "bias", 0)
-        with pytest.raises(TypeError):
-            library.ln_structured(module, "bias", 0, n=1, dim=1.0)

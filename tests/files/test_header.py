@@ -1,4 +1,6 @@
-"""Headers are read, or refused by name."""
+"""Headers, and metadata of masks, are read or refused by name."""
+
+import json
 
 import pytest
 import torch
@@ -6,7 +8,11 @@ from safetensors.torch import save as safetensors_save
 
 from distprune.files.checkpoint import read_header
 from distprune.files.errors import CheckpointError
-from helpers.tiny_checkpoints import encode, file_bytes
+from distprune.files.mask_files import MASK_FILE, open_masks
+from distprune.files.planning import plan
+from distprune.files.pruning import prune
+from helpers.recipes import raw_recipe
+from helpers.tiny_checkpoints import encode, file_bytes, save
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -79,3 +85,29 @@ def test_folders_and_missing_files_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(CheckpointError, match="cannot be read"):
             read_header(path)
+
+
+BAD = [None, -1, "x", [[]], [-4, -4, 3], ["4", 4], [[4], 4], {"a": "x"}, 2**70]
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("masks")
+    source = save(folder / "source", {"a.weight": torch.randn(4, 4)})
+    prune(plan(source, raw_recipe(0.5)), folder / "pruned")
+    return folder / "pruned"
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_metadata(pruned, tmp_path, bad):
+    raw = (pruned / MASK_FILE).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    path = tmp_path / MASK_FILE
+    path.parent.mkdir()
+    texts = [json.dumps({"a.weight": bad}), json.dumps({"b.weight": [4, 4]}), "{", "[" * 99999]
+    for text in [json.dumps(bad), *texts]:
+        header["__metadata__"]["shapes"] = text
+        path.write_bytes(encode(header, raw[8 + length :]))
+        with pytest.raises(CheckpointError, match="malformed"):
+            open_masks(tmp_path)

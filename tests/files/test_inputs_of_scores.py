@@ -6,12 +6,21 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from test_scores_from_statistics import (
+    EXCLUDED,
+    make_gradients,
+    make_model,
+    make_statistics,
+    masks_of,
+    stored_gradients,
+)
 
 from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from distprune.files.verifying import verify
 from distprune.recipes import load_recipe
+from helpers import tiny_checkpoints
 from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import save, tree_digest
 
@@ -198,3 +207,170 @@ def test_inputs_that_change_during_a_run_are_noticed(source, statistics, tmp_pat
     with pytest.raises(CheckpointError, match="has changed"):
         pruning.prune(plan, tmp_path / "target")
     assert not (tmp_path / "target").exists()
+
+
+E, INNER, H = 3, 10, 12
+LAYER = "model.layers.0.mlp.experts"
+GATE_UP, DOWN = (E, 2 * INNER, H), (E, H, INNER)
+
+
+def stored(shape, layout="experts", counts=(5, 9, 2)):
+    draws = np.random.default_rng(shape[1])
+    weight = WeightLayout(layout, shape)
+    sums, squares = draws.random((2, *weight.input_shape)) * 50
+    return StoredStatistics(weight, counts, sums, squares)
+
+
+def fused(stem=LAYER, **changes):
+    return {
+        f"{stem}.gate_up_proj": stored(GATE_UP, **changes),
+        f"{stem}.down_proj": stored(DOWN, **changes),
+    }
+
+
+def separate(stem=LAYER, num_experts=E, hidden=INNER):
+    g = torch.Generator().manual_seed(0)
+    shapes = {"gate_proj": (hidden, H), "up_proj": (hidden, H), "down_proj": (H, hidden)}
+    return {
+        f"{stem}.{expert}.{own}.weight": torch.randn(shape, generator=g)
+        for expert in range(num_experts)
+        for own, shape in shapes.items()
+    }
+
+
+def plan_of(tmp_path, tensors, statistics, **more):
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    source = save(folder / "source", tensors)
+    write_statistics(folder / "statistics", "one_pass", statistics)
+    recipe = raw_recipe(0.5, score="wanda", statistics=str(folder / "statistics"), **more)
+    return planning.plan(source, recipe)
+
+
+def problems_of_experts(tmp_path, tensors, statistics, **more):
+    with pytest.raises(SelectionError) as error:
+        plan_of(tmp_path, tensors, statistics, **more)
+    return str(error.value)
+
+
+def test_a_gate_without_a_partner_is_all_of_its_parameter(tmp_path):
+    """As of Nemotron-H, whose experts have no gate."""
+    tensors = {n: t for n, t in separate().items() if "gate" not in n}
+    statistics = {f"{LAYER}.up_proj": stored((E, INNER, H)), f"{LAYER}.down_proj": stored(DOWN)}
+    assert len(plan_of(tmp_path, tensors, statistics).statistics.of_tensor) == 6
+    statistics[f"{LAYER}.up_proj"] = stored(GATE_UP)
+    text = problems_of_experts(tmp_path, tensors, statistics)
+    assert f"{LAYER}.0.up_proj.weight has the shape" in text
+
+
+@pytest.mark.parametrize("kind", ["experts", "hidden", "layout"])
+def test_statistics_of_other_experts_are_refused_by_name(tmp_path, kind):
+    tensors, statistics = separate(), fused()
+    if kind == "experts":
+        tensors = separate(num_experts=4)
+    elif kind == "hidden":
+        tensors = separate(hidden=INNER // 2)
+    else:
+        linear = StoredStatistics(WeightLayout("linear", GATE_UP[1:]), 5, np.ones(H), np.ones(H))
+        statistics[f"{LAYER}.gate_up_proj"] = linear
+    text = problems_of_experts(tmp_path, tensors, statistics)
+    assert f"{LAYER}.{3 if kind == 'experts' else 0}." in text and "has the shape" in text
+
+
+def test_experts_that_saw_no_token_are_named(tmp_path):
+    (warning,) = plan_of(tmp_path, separate(), fused(counts=(5, 0, 2))).warnings
+    assert warning.startswith(f"no token came to {LAYER}.1.down_proj.weight, {LAYER}.1.gate_proj")
+    whole = {f"{LAYER}.gate_up_proj": torch.ones(GATE_UP), f"{LAYER}.down_proj": torch.ones(DOWN)}
+    (warning,) = plan_of(tmp_path, whole, fused(counts=(5, 0, 0))).warnings
+    assert f"no token came to {LAYER}.down_proj (experts 1, 2), {LAYER}.gate_up_proj" in warning
+    assert "(4 of 6 matrices)" in warning
+    (warning,) = plan_of(tmp_path, whole, fused(counts=(0, 0, 0))).warnings
+    assert f"no token came to {LAYER}.down_proj, {LAYER}.gate_up_proj (6" in warning
+
+
+E, INNER, H = 3, 10, 12
+
+
+@pytest.mark.parametrize("layout", ["experts", "transposed_experts"])
+@pytest.mark.parametrize(
+    "names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")], ids=["gate", "w1"]
+)
+def test_experts_of_their_own_tensors_have_the_scores_of_the_parameter(tmp_path, layout, names):
+    """A gate comes before what it multiplies, as transformers concatenates them."""
+    generator = torch.Generator().manual_seed(0)
+    gate, up, down = (
+        torch.randn(E, *shape, generator=generator)
+        for shape in ((INNER, H), (INNER, H), (H, INNER))
+    )
+    merged = {f"{LAYER}.gate_up_proj": torch.cat([gate, up], 1), f"{LAYER}.down_proj": down}
+    one_each = {
+        f"{LAYER}.{expert}.{name}.weight": values[expert].clone()
+        for name, values in zip(names, (gate, up, down), strict=True)
+        for expert in range(E)
+    }
+    shapes = {name: value.shape for name, value in merged.items()}
+    if layout == "transposed_experts":
+        shapes = {name: (n, inputs, outputs) for name, (n, outputs, inputs) in shapes.items()}
+    statistics = str(tmp_path / "statistics.safetensors")
+    write_statistics(
+        statistics,
+        "gradients",
+        {n: stored_gradients(WeightLayout(layout, s)) for n, s in shapes.items()},
+    )
+    for folder, state in (("merged", merged), ("one_each", one_each)):
+        source = tiny_checkpoints.save(tmp_path / folder, state)
+        recipe = raw_recipe(
+            0.5, score="fisher", statistics=statistics, include=("*experts*",), input_dims={"*": -1}
+        )
+        pruning.prune(planning.plan(source, recipe), tmp_path / f"{folder}_pruned")
+    whole, parts = (masks_of(tmp_path / f"{folder}_pruned") for folder in ("merged", "one_each"))
+    for expert in range(E):
+        first, second, last = (parts[f"{LAYER}.{expert}.{name}.weight"] for name in names)
+        assert torch.cat([first, second]).equal(whole[f"{LAYER}.gate_up_proj"][expert])
+        assert last.equal(whole[f"{LAYER}.down_proj"][expert])
+    assert any(not keep.all() for keep in whole.values())
+
+
+def plan_with(tmp_path, statistics, **more):
+    state = {name: t.detach() for name, t in make_model(torch.float32).state_dict().items()}
+    source = tmp_path / "source"
+    if not source.exists():
+        tiny_checkpoints.save(source, state)
+    selection = {"include": ("layers.*",), "exclude": (f"{EXCLUDED}*", "*.bias")}
+    return planning.plan(
+        source,
+        raw_recipe(
+            0.5, statistics=statistics, input_dims={"layers.1.weight": 0}, **selection, **more
+        ),
+    )
+
+
+def test_statistics_of_the_other_kind_are_refused(tmp_path):
+    of_inputs = str(make_statistics(tmp_path / "inputs.safetensors"))
+    of_gradients = make_gradients(tmp_path / "gradients.safetensors")
+    with pytest.raises(CheckpointError, match="holds statistics of activations; expected those of"):
+        plan_with(tmp_path, of_inputs, score="fisher")
+    with pytest.raises(CheckpointError, match="holds statistics of gradients; expected those of"):
+        plan_with(tmp_path, of_gradients, score="wanda")
+    with pytest.raises(SelectionError, match="score fisher needs statistics of gradients and budg"):
+        plan_with(tmp_path, of_gradients, score="fisher", budget="owl")
+    with pytest.raises(SelectionError, match=r"score fisher needs statistics of gradients; .*FILE"):
+        plan_with(tmp_path, None, score="fisher")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"count": 0.0}, "has the count 0"),
+        ({"count": float("nan")}, "has the count nan"),
+        ({"first": np.ones(9)}, "has sums of the shapes"),
+        ({"second": -np.ones(12)}, "not finite or negative"),
+        ({"second": np.full(12, np.inf)}, "not finite or negative"),
+        ({"layout": WeightLayout("unknown", (10, 12))}, "malformed"),
+    ],
+)
+def test_malformed_statistics_are_refused(tmp_path, change, message):
+    of_one = StoredStatistics(**vars(stored_gradients(WeightLayout("linear", (10, 12)))) | change)
+    path = str(tmp_path / "gradients.safetensors")
+    write_statistics(path, "gradients", {"layers.0.weight": of_one})
+    with pytest.raises((CheckpointError, SelectionError), match=message):
+        plan_with(tmp_path, path, score="fisher")

@@ -238,14 +238,8 @@ def test_a_checkpoint_of_the_training_is_evaluated_with_its_masks(tmp_path):
 
 
 def test_what_cannot_work_is_refused(tmp_path):
-    for arguments, text in (
-        ({"plan": 0.5}, "plan is a float"),
-        ({"plan": prune.select, "exclude": "head"}, "go with a schedule"),
-        ({"plan": prune.select, "scope": "row"}, "go with a schedule"),
-        ({"plan": prune.select, "criterion": criteria.SNIP}, "go with a schedule"),
-    ):
-        with pytest.raises(TypeError, match=text):
-            PruningCallback(**arguments)
+    with pytest.raises(TypeError, match="go with a schedule"):
+        PruningCallback(plan=prune.select, exclude="head")
 
     def fit(*callbacks):
         make_trainer(tmp_path, list(callbacks), max_steps=1).fit(Net(), loader())
@@ -254,12 +248,8 @@ def test_what_cannot_work_is_refused(tmp_path):
     for callback in (averaging, pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1)):
         with pytest.raises(NotImplementedError, match=r"Averaging beside PruningCallback"):
             fit(PruningCallback(SCHEDULE), callback)
-    for options, text in (
-        ({"excludes": "head"}, "excludes"),
-        ({"criterion": "taylor"}, "callable"),
-    ):
-        with pytest.raises(TypeError, match=text):
-            fit(PruningCallback(SCHEDULE, **options))
+    with pytest.raises(TypeError, match="excludes"):
+        fit(PruningCallback(SCHEDULE, excludes="head"))
     fisher = functools.partial(criteria.Fisher, unit="rank_batch")
     with pytest.raises(RuntimeError, match="unit='rank_batch'"):
         fit(PruningCallback(SCHEDULE, criterion=fisher))

@@ -9,15 +9,22 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from transformers import core_model_loading as loading
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import distprune as prune
+from distprune._transformers import MOVING_OPERATIONS
 from distprune.files import planning, pruning
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.mask_files import open_masks
 from distprune.testing import run_ranks
 from helpers.recipes import raw_recipe
 from helpers.sampling import every
+
+# Of one family each, since transformers 5.24: they compute new values, drop rows, or move what is
+# no matrix.
+REFUSED = {"Inkling2LoopDequantizeExperts", "Inkling2LoopMergeMessageQueries", "Inkling2UnpadVocab"}
+
 
 # Everything that has a dimension, so that nothing is spared by the default selection.
 EVERYTHING = raw_recipe(0.5, include=("*",), min_ndim=1)
@@ -211,5 +218,86 @@ def test_masks_under_the_names_of_the_model(tmp_path):
         prune.save_masks(model, tmp_path, names="files")
     prune.save_masks(model, tmp_path, names="model")
     assert set(open_masks(tmp_path).shapes) == set(masks_of(model))
+    prune.load_masks(other, tmp_path)
+    assert all(torch.equal(mask, masks_of(model)[name]) for name, mask in masks_of(other).items())
+
+
+# A conversion may only move the elements of a mask; any other is refused by name.
+
+
+def test_every_operation_of_transformers_is_known():
+    """One that is new there is refused until somebody has looked at it."""
+    operations = {
+        name
+        for name, value in vars(loading).items()
+        if isinstance(value, type) and issubclass(value, loading.ConversionOps)
+    }
+    assert operations - MOVING_OPERATIONS - REFUSED == {"ConversionOps", "_IdentityOp"}
+
+
+class AddOne(loading.ConversionOps):
+    """As a checkpoint format has it whose norms lie around zero."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        return {target_patterns[0]: next(iter(input_dict.values()))[0] + 1}
+
+
+def test_a_computing_conversion_is_refused_by_name(pruned):
+    folder = pruned("llama", raw_recipe(0.5, include=("*.weight",)))
+    model = hf.LlamaForCausalLM.from_pretrained(folder)
+    model._weight_conversions = [
+        loading.WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [AddOne()])
+    ]
+    message = r"model.layers.1.mlp.up_proj.weight \(transformers makes .* of it by AddOne"
+    with pytest.raises(ValueError, match=message):
+        prune.load_masks(model, folder)
+    assert not prune.is_pruned(model)
+    report = prune.load_masks(model, folder, strict=False)
+    refused = {f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)}
+    assert set(report.unexpected_keys) == refused == set(report.missing_keys)
+
+
+def test_a_renaming_of_the_user_and_two_masks_for_one_parameter(tmp_path):
+    """transformers loads the first of two such tensors; so the second one's mask is for nobody."""
+    source = renamed_families.save("llama", tmp_path / "source")
+    state = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    state["model.layers.0.ffn.up_proj.weight"] = state[name].flip(0).contiguous()
+    down = "model.layers.1.mlp.down_proj.weight"
+    state["model.layers.1.ffn.down_proj.weight"] = state.pop(down)
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "pruned")
+    mapping = {r"\.ffn\.": ".mlp."}
+    model = hf.LlamaForCausalLM.from_pretrained(tmp_path / "pruned", key_mapping=mapping)
+    zeros = {each: model.get_parameter(each).detach() == 0 for each in (name, down)}
+    message = f"{name} has the mask model.layers.0.ffn.up_proj.weight"
+    with pytest.raises(ValueError, match=message):
+        prune.load_masks(model, tmp_path / "pruned")
+    report = prune.load_masks(model, tmp_path / "pruned", strict=False)
+    assert report.unexpected_keys == (name,)
+    assert all(torch.equal(~masks_of(model)[each], zero) for each, zero in zeros.items())
+
+
+class ThereAndBack(AddOne):
+    reverse_op = property(lambda self: self)
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [(AddOne(), "has no reverse"), (ThereAndBack(), r"up_proj\.weight: transformers saves it by")],
+)
+def test_masks_that_cannot_be_saved_as_transformers_would(tmp_path, operation, message):
+    model = renamed_families.make("llama")
+    model._weight_conversions = [
+        loading.WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [operation])
+    ]
+    prune.global_unstructured(
+        prune.select(model, everything=True), prune.L1Unstructured, amount=0.5
+    )
+    with pytest.raises(NotImplementedError, match=f"{message}.*expected names='model'"):
+        prune.save_masks(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+    prune.save_masks(model, tmp_path, names="model")
+    other = renamed_families.make("llama")
     prune.load_masks(other, tmp_path)
     assert all(torch.equal(mask, masks_of(model)[name]) for name, mask in masks_of(other).items())
