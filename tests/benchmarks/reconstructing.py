@@ -113,8 +113,6 @@ def measure(
             pairs, prune.L1Unstructured, grams.wanda(), amount=AMOUNT, scope="row"
         )
 
-    found["mask"] = measured(choose).seconds
-
     def solve() -> float:
         report = prune.reconstruct(pairs, grams, dtype=getattr(torch, dtype))
         for entry in report.parameters:
@@ -122,7 +120,9 @@ def measure(
                 raise CheckFailed(f"{entry.name}: {entry}")
         return sum(entry.error_after for entry in report.parameters) / len(report.parameters)
 
-    solved = measured(solve)
+    with prune.keep_pruned_values():
+        found["mask"] = measured(choose).seconds
+        solved = measured(solve)
     found |= {
         "solve": solved.seconds,
         "error": solved.result,
