@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from distprune.streaming import StreamCost
 
 
+STEPS = 40  # of the polishing, where it fits in memory
 # What a folder with a tokenizer has one of.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -83,21 +84,7 @@ class TextOptions(TextRunOptions, RecipeOptions):
                 )
             return Choice(make_recipe_from(self.recipe, keys), False, False, 0)
         recipe = make_recipe_from(self.recipe, keys, score="fisher")
-        with translated(SelectionError):
-            from distprune import streaming
-            from distprune.language_models.polishing import STEPS
-
-            device = kind_of_device(self.device)
-            room = streaming.room_of(device)
-            needs = streaming.estimate(
-                src,
-                recipe,
-                self.windows,
-                self.length_for(src),
-                own_text=True,
-                polish=1,
-                **self.arguments(),
-            ).memory
+        room, needs = self._memory(src, recipe)
         own_text = self.own_text
         if own_text is None:
             own_text = needs["own text"] <= room
@@ -111,6 +98,23 @@ class TextOptions(TextRunOptions, RecipeOptions):
         if polish is None:
             polish = STEPS * (needs["polish"] <= room)
         return Choice(recipe, True, own_text, polish)
+
+    def _memory(self, src: Path, recipe: Recipe) -> tuple[int, dict[str, int]]:
+        """Bytes of memory that there are, and that each pass needs, with own text and a polish.
+
+        Raises:
+            SelectionError: the model cannot be pruned by text, or the extra is missing.
+        """
+        try:
+            with translated(SelectionError):
+                from distprune import streaming
+
+                sizes, given = (self.windows, self.length_for(src)), self.arguments()
+                cost = streaming.estimate(src, recipe, *sizes, own_text=True, polish=1, **given)
+                return streaming.room_of(kind_of_device(self.device)), cost.memory
+        except SelectionError as error:
+            way_out = "--score magnitude prunes by the weights alone."
+            raise SelectionError(f"{error} {way_out}") from error
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of all functions of ``streaming``."""

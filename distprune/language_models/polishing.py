@@ -16,7 +16,7 @@ from distprune.language_models.running import Report, check_same, in_eval_mode, 
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import world
 
-STEPS, RATE, BATCH = 40, 5e-5, 2
+RATE, BATCH = 5e-5, 2
 _WARM_UP = 5  # steps; the rate falls to a tenth after it
 
 # What the dense model says about some windows.
@@ -29,7 +29,7 @@ def polish(
     windows: TokenWindows,
     parameters: Iterable[Pair],
     *,
-    steps: int = STEPS,
+    steps: int = 40,
     lr: float = RATE,
     batch_size: int = BATCH,
     progress: Report | None = None,

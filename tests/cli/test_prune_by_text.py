@@ -140,6 +140,14 @@ def test_what_has_no_own_text_is_pruned_by_its_weights(run, made, tmp_path, monk
     done = run("prune", model, tmp_path / "b", "-s", "0.5")
     assert done.code == 2 and "expected --text FILE" in done.err
     assert "--score magnitude" in done.err and "1.0 kB are there" in done.err
+
+    def refused(*_, **__):
+        raise NotImplementedError("the decoder layers are no chain.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "estimate", refused)
+        done = run("prune", model, tmp_path / "b", "-s", "0.5")
+    assert done.code == 2 and "no chain. --score magnitude prunes" in done.err
     for file in model.glob("token*"):
         file.unlink()
     assert run("prune", model, tmp_path / "c", "-s", "0.5").code == 0
