@@ -22,7 +22,7 @@ ROOMS = {
     "budgets.py": (224, 1),
     "call": (829, 5),
     "checkpoint.py": (230, 1),
-    "cli": (1371, 9),
+    "cli": (1369, 9),
     "criteria": (695, 3),
     "dynamic.py": (134, 1),
     "files": (2398, 13),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (578, 1),
     "wrappers": (1100, 8),
 }
-TOTAL = (19777, 120)
+TOTAL = (19775, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29774, "launch": 989}
+FOLDERS = {"tests": 29780, "launch": 989}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
