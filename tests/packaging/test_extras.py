@@ -72,7 +72,10 @@ def extras_of(words):
         return ()
     if "--plot" in words:
         return "cli", "plot"
-    if "--text" in words or words[0] in ("eval", "calibrate"):
+    by_weights = {"--score", "--scores", "--statistics", "--discard"}
+    if words[0] in ("eval", "calibrate", "write-text") or (
+        words[0] in ("prune", "plan") and by_weights.isdisjoint(words)
+    ):
         return "cli", "language-models"
     return ("cli",)
 
