@@ -183,7 +183,9 @@ class ScheduledPruner:
                 f"the recipe has {', '.join(names)}; expected none of that for a model, because "
                 "it says what to do with a checkpoint. `distprune prune` prunes checkpoints."
             )
-        options: dict[str, Any] = {FLOOR: recipe.min_sparsity, CEILING: recipe.max_sparsity}
+        options: dict[str, Any] = {}
+        if recipe.has_limits:
+            options = {FLOOR: recipe.min_sparsity, CEILING: recipe.max_sparsity}
         if recipe.budget is not None:
             options = {"budget": partial(getattr(budgets, recipe.budget), **options)}
         if recipe.score == "random":

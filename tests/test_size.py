@@ -35,7 +35,7 @@ ROOMS = {
     "ranks": (319, 2),
     "recipes": (320, 1),
     "reconstruction.py": (322, 1),
-    "schedule.py": (238, 1),
+    "schedule.py": (240, 1),
     "selftest.py": (291, 1),
     "shards": (857, 6),
     "statistics": (1386, 6),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (578, 1),
     "wrappers": (1100, 8),
 }
-TOTAL = (19775, 120)
+TOTAL = (19777, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29780, "launch": 989}
+FOLDERS = {"tests": 29783, "launch": 989}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
