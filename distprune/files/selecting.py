@@ -7,7 +7,7 @@ rules for names; ``include`` replaces them, and ``also`` adds to what they selec
 output sums over. A header has shapes without meaning. Matrices are [out, in], except the modules of
 transformers' Conv1D, in families that are known to use it. Stacked matrices of experts, [experts,
 out, in] or [experts, in, out], are told by the shapes of two that follow each other. Convolutions
-are [out, in, *kernel]. Of anything else :class:`SelectionError` asks the user for ``input_dims``.
+are [out, in, *kernel]. Of anything else :class:`UnknownLayout` asks the user for ``input_dims``.
 """
 
 from __future__ import annotations
@@ -190,6 +190,10 @@ def matched(
     return found
 
 
+class UnknownLayout(SelectionError):
+    """The input dimension of a tensor is not known."""
+
+
 class Layouts:
     """The layouts of a checkpoint's tensors.
 
@@ -216,7 +220,7 @@ class Layouts:
         """The layout of a tensor.
 
         Raises:
-            SelectionError: with the reason, and how to give ``input_dims``.
+            UnknownLayout: with the reason, and how to give ``input_dims``.
         """
         shape, name = entry.shape, entry.name
         if name in self.given:
@@ -259,10 +263,10 @@ class Layouts:
                 return fits[1] if fits[0] != fits[1] else None
         return None
 
-    def _unknown(self, entry: TensorEntry, why: str) -> SelectionError:
+    def _unknown(self, entry: TensorEntry, why: str) -> UnknownLayout:
         family = f"model_type {', '.join(sorted(self._types)) or 'unknown'}"
         pattern, ndim = pattern_of(entry.name), len(entry.shape)
-        return SelectionError(
+        return UnknownLayout(
             f"{pattern} {list(entry.shape)} ({family}): its input dimension is not known, because "
             f"{why}. Give it with --input-dim '{pattern}=DIM', or in a recipe with input_dims; DIM "
             f"is {ndim - 1} for [..., out, in], {ndim - 2} for [..., in, out], and for a "

@@ -27,7 +27,7 @@ from distprune.base.blocks import Layout
 from distprune.base.selecting import PLAIN_FLOATS
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry
 from distprune.files.disk import REPORT_FILE, pieces_of, read_into
-from distprune.files.errors import CheckpointError, SelectionError, printable
+from distprune.files.errors import CheckpointError, printable
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.pruning import (
@@ -39,7 +39,7 @@ from distprune.files.pruning import (
 )
 from distprune.files.ranked import Piece, Pieces, RankedTensors
 from distprune.files.reports import Counts, Report, identity_of, read_report, recipe_of
-from distprune.files.selecting import Layouts
+from distprune.files.selecting import Layouts, UnknownLayout
 from distprune.files.team import Progress, Team
 from distprune.ranks.collectives import world
 
@@ -332,9 +332,7 @@ def inspect(
             continue
         try:
             layout = layouts.of(entry)
-        except SelectionError:
-            if entry.name in layouts.given:
-                raise
+        except UnknownLayout:
             layout = Layout(1, 1)
         fitting = [(n, m) for n, m in patterns if entry.numel and layout.inputs % m == 0]
         for n, m in fitting:
