@@ -45,9 +45,11 @@ class RunOptions(Options):
 
     def length_for(self, model: Path) -> int:
         """The value of ``--length``, or its default."""
+        if self.length is not None:
+            return self.length
         config = open_checkpoint(model).config
         positions = config.get("text_config", config).get("max_position_embeddings")
-        return self.length or min(1024, positions or 1024)
+        return min(1024, positions or 1024)
 
     def torch_dtype(self) -> torch.dtype | None:
         """The value of ``--dtype``."""
@@ -86,9 +88,11 @@ def on_ranks_with_text(
             quiet.disable_progress_bar()
             tokenizer = load_tokenizer(given.tokenizer or model)
 
+        length = given.length_for(model)
+
         def read(texts: Sequence[Path], limit: int | None) -> TokenWindows:
             with translated(TextError):
-                return read_windows(tokenizer, texts, given.length_for(model), limit=limit)
+                return read_windows(tokenizer, texts, length, limit=limit)
 
         yield kind, tokenizer, read
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from distprune.streaming import StreamCost
 
 
-STEPS = 40  # of the polishing, where it fits in memory
 # What a folder with a tokenizer has one of.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -82,9 +81,9 @@ class TextOptions(TextRunOptions, RecipeOptions):
                     f"{names} have no effect without text; add --text or --own-text, or leave "
                     f"{names} out."
                 )
-            return Choice(make_recipe_from(self.recipe, keys), False, False, 0)
-        recipe = make_recipe_from(self.recipe, keys, score="fisher")
-        room, needs = self._memory(src, recipe)
+            return Choice(make_recipe_from(self.recipe, keys), 0, False, 0)
+        recipe, length = make_recipe_from(self.recipe, keys, score="fisher"), self.length_for(src)
+        room, needs = self._memory(src, recipe, length)
         own_text = self.own_text
         if own_text is None:
             own_text = needs["own text"] <= room
@@ -96,10 +95,12 @@ class TextOptions(TextRunOptions, RecipeOptions):
             )
         polish = self.polish
         if polish is None:
-            polish = STEPS * (needs["polish"] <= room)
-        return Choice(recipe, True, own_text, polish)
+            from distprune.language_models.polishing import STEPS
 
-    def _memory(self, src: Path, recipe: Recipe) -> tuple[int, dict[str, int]]:
+            polish = STEPS * (needs["polish"] <= room)
+        return Choice(recipe, length, own_text, polish)
+
+    def _memory(self, src: Path, recipe: Recipe, length: int) -> tuple[int, dict[str, int]]:
         """Bytes of memory that there are, and that each pass needs, with own text and a polish.
 
         Raises:
@@ -109,8 +110,8 @@ class TextOptions(TextRunOptions, RecipeOptions):
             with translated(SelectionError):
                 from distprune import streaming
 
-                sizes, given = (self.windows, self.length_for(src)), self.arguments()
-                cost = streaming.estimate(src, recipe, *sizes, own_text=True, polish=1, **given)
+                extra: Any = {"own_text": True, "polish": 1, **self.arguments()}
+                cost = streaming.estimate(src, recipe, self.windows, length, **extra)
                 return streaming.room_of(kind_of_device(self.device)), cost.memory
         except SelectionError as error:
             way_out = "--score magnitude prunes by the weights alone."
@@ -123,12 +124,24 @@ class TextOptions(TextRunOptions, RecipeOptions):
 
 
 class Choice(NamedTuple):
-    """How a model is pruned: by its weights, or by text, given or written, and polished."""
+    """How a model is pruned: by its weights, or by text, given or written, and polished.
+
+    Attributes:
+        recipe: with its score.
+        length: tokens of a window; 0: there is no text.
+        own_text: whether the model writes text.
+        polish: steps of the polishing.
+    """
 
     recipe: Recipe
-    by_text: bool
+    length: int
     own_text: bool
     polish: int
+
+    @property
+    def by_text(self) -> bool:
+        """Whether text ranks the weights."""
+        return self.length > 0
 
 
 def _is_language_model(src: Path) -> bool:
@@ -239,10 +252,10 @@ def _prune_by_text(
             with translated(TextError, "--windows: "):
                 windows = read(given.texts, None).sample(given.windows)
         if choice.own_text:
-            own_text = streaming.OwnText(tokenizer, given.windows, given.length_for(src))
+            own_text = streaming.OwnText(tokenizer, given.windows, choice.length)
         if given.eval_texts:
             evaluation = read(given.eval_texts, given.eval_windows)
-        terminal.note(_method(given, choice, src))
+        terminal.note(_method(given, choice))
         with translated(SelectionError), console.Meter(terminal) as meter:
             pruned = streaming.prune_folder(
                 src,
@@ -269,14 +282,14 @@ def _prune_by_text(
     return pruned.report
 
 
-def _method(given: TextOptions, choice: Choice, src: Path) -> str:
+def _method(given: TextOptions, choice: Choice) -> str:
     """What prunes a model by text, in a sentence."""
     sources = [*map(str, given.texts), *["text that the model writes"] * choice.own_text]
     recipe = choice.recipe
     steps = ["the scores of the recipe" if recipe.groups else f"score {recipe.score_text}"]
     steps += ["least squares for the kept weights"] * (given.update != "none")
     steps += [f"{choice.polish} steps of polishing"] * bool(choice.polish)
-    size = f"{given.windows:,} windows of {given.length_for(src):,} tokens"
+    size = f"{given.windows:,} windows of {choice.length:,} tokens"
     return f"{size} of each of {', '.join(sources)}: {', then '.join(steps)}."
 
 
@@ -327,7 +340,7 @@ def plan(given: TextOptions, keys: dict[str, Any], src: Path, dst: Path | None) 
         )
         if by_text is not None:
             memory = ", ".join(f"{k} {format_size(size)}" for k, size in by_text.memory.items())
-            terminal.text(_method(given, choice, src))
+            terminal.text(_method(given, choice))
             terminal.text(
                 f"By text, each process needs at most {format_size(by_text.peak)} of memory "
                 f"({memory}) and reads {format_size(by_text.reads)}; for a while "
@@ -431,7 +444,7 @@ def _cost_by_text(source: Path, choice: Choice, given: TextOptions) -> StreamCos
             source,
             choice.recipe,
             given.windows * (len(given.texts) + choice.own_text),
-            given.length_for(source),
+            choice.length,
             own_text=choice.own_text,
             polish=choice.polish,
             num_evaluated=num_evaluated,

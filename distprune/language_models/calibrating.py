@@ -178,17 +178,23 @@ def _reads_rank_batches(collected: Criterion | GradientStatistics) -> bool:
     )
 
 
+def own_parameters(model: nn.Module, parameters: Iterable[Pair]) -> list[nn.Parameter]:
+    """Those of a model's parameters that (module, name) pairs are stored in, pruned or not."""
+    wanted = {
+        id(module._parameters.get(key))
+        for module, name in parameters
+        for key in (name, orig_key(name))
+    }
+    return [parameter for parameter in model.parameters() if id(parameter) in wanted]
+
+
 @contextlib.contextmanager
 def gradients_for(model: nn.Module, parameters: Iterable[Pair]) -> Iterator[None]:
     """Make no gradients but those of some parameters, if the model can; leave none behind.
 
     DDP and FSDP1 have decided what has gradients when they were made.
     """
-    read = {
-        id(module._parameters.get(key))
-        for module, name in parameters
-        for key in (name, orig_key(name))
-    }
+    read = set(map(id, own_parameters(model, parameters)))
     is_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
     is_fixed = is_ddp or any(map(is_piece_of_flat, model.parameters()))
     others = [

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distprune.base.naming import Pair
-from distprune.base.pruned_form import orig_key
-from distprune.language_models.calibrating import gradients_for
+from distprune.language_models.calibrating import gradients_for, own_parameters
 from distprune.language_models.losses import FINITE, BatchLosses, Prediction
 from distprune.language_models.running import Report, check_same, in_eval_mode, reporter
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import world
 
-RATE, BATCH = 5e-5, 2
+STEPS, RATE, BATCH = 40, 5e-5, 2
 _WARM_UP = 5  # steps; the rate falls to a tenth after it
 
 # What the dense model says about some windows.
@@ -29,7 +31,7 @@ def polish(
     windows: TokenWindows,
     parameters: Iterable[Pair],
     *,
-    steps: int = 40,
+    steps: int = STEPS,
     lr: float = RATE,
     batch_size: int = BATCH,
     progress: Report | None = None,
@@ -74,19 +76,22 @@ def polish(
 
     Source: knowledge distillation, Hinton et al., arXiv 1503.02531.
     """
-    dense = BatchLosses(teacher)
-
-    def predict(rows: slice) -> Prediction:
-        with in_eval_mode(teacher):
-            return dense.prediction(windows.tokens[rows])
-
+    dense, state = BatchLosses(teacher), dict[str, Any]()
     polishing = polishing_steps(
-        model, predict, windows, parameters, steps=steps, lr=lr, batch_size=batch_size
+        model,
+        lambda rows: dense.prediction(windows.tokens[rows]),
+        windows,
+        parameters,
+        steps=steps,
+        lr=lr,
+        batch_size=batch_size,
+        state=state,
     )
-    finished, losses = reporter("polish", steps, progress, "steps"), []
-    for _, loss in polishing:
-        losses.append(loss)
-        finished(1)
+    finished = reporter("polish", steps, progress, "steps")
+    with in_eval_mode(teacher):
+        for _ in polishing:
+            finished(1)
+    losses: list[float] = state["losses"]
     return losses
 
 
@@ -99,15 +104,14 @@ def polishing_steps(
     steps: int,
     lr: float = RATE,
     batch_size: int = BATCH,
-    finished: int = 0,
-    resume: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
-) -> Iterator[tuple[torch.optim.Optimizer, float]]:
+    state: dict[str, Any],
+) -> Iterator[None]:
     """As :func:`polish`, one step for each item that is asked for.
 
     Args:
         teacher: what the dense model says about some windows; called before the model runs on them.
-        finished: steps that are done already: the model has their weights ...
-        resume: ... and this gives the optimizer its state.
+        state: {}, which after each step has the "losses" so far, and the "weights" and the
+            "optimizer" as they are; or a copy of one that had them, to go on from there.
     """
     pairs, communicator = list(parameters), world()
     ranks = check_same(model, windows, 1)
@@ -115,9 +119,14 @@ def polishing_steps(
     trained = communicator.run(
         lambda: _trained(model, pairs, steps, lr, batch_size), lambda _: facts
     )
-    losses, order = BatchLosses(model), _in_turn(windows)
+    batches, order = BatchLosses(model), _in_turn(windows)
     optimizer = torch.optim.AdamW(trained, lr, betas=(0.9, 0.95), weight_decay=0)
-    resume(optimizer)
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+        for parameter, value in zip(trained, state["weights"], strict=True):
+            parameter.data.copy_(value)
+    state["weights"] = [parameter.data for parameter in trained]
+    losses: list[float] = state.setdefault("losses", [])
     with (
         communicator.raising_everywhere(),
         in_eval_mode(model),
@@ -125,7 +134,7 @@ def polishing_steps(
         torch.enable_grad(),
         gradients_for(model, pairs),
     ):
-        for step in range(finished, steps):
+        for step in range(len(losses), steps):
             first, total = step * batch_size, torch.zeros((), dtype=torch.float64)
             # As many forwards on every rank, in which FSDP communicates; some may not count.
             for begin in range(first, first + batch_size, ranks.size):
@@ -135,14 +144,14 @@ def polishing_steps(
 
                 def backward(row: int = row, weight: float = counts / batch_size) -> Tensor:
                     target = teacher(slice(row, row + 1))
-                    loss = losses.divergence(windows.tokens[row : row + 1], target)
+                    loss = batches.divergence(windows.tokens[row : row + 1], target)
                     scale = ranks.size if ranks.averages_gradients else 1
                     torch.autograd.backward(loss * (weight * scale))
                     return loss.detach().double().cpu() * (weight * ranks.is_counted)
 
                 total += communicator.run(backward)
             loss = float(communicator.reduce_floats(1, partial(total.view, 1)))
-            if loss != loss or loss in (float("inf"), float("-inf")):
+            if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {step} is {loss}; {FINITE}")
             if not ranks.averages_gradients:
                 for parameter in trained:
@@ -153,22 +162,21 @@ def polishing_steps(
                 group["lr"] = lr * min(1, (step + 1) / _WARM_UP) * (1 - 0.9 * step / steps)
             optimizer.step()
             optimizer.zero_grad()
-            yield optimizer, loss
+            losses.append(loss)
+            state["optimizer"] = optimizer.state_dict()
+            yield
 
 
 def _trained(
     model: nn.Module, pairs: Sequence[Pair], steps: int, lr: float, batch_size: int
 ) -> list[nn.Parameter]:
     """The tensors that hold some parameters, pruned or not."""
-    if steps < 1 or batch_size < 1 or not 0 < lr < float("inf"):
+    if steps < 1 or batch_size < 1 or not 0 < lr < math.inf:
         raise ValueError(
             f"steps={steps}, batch_size={batch_size}, lr={lr!r}; expected at least 1 step of 1 "
             "window, and a finite rate above 0."
         )
-    wanted = {
-        id(module._parameters.get(key)) for module, name in pairs for key in (name, orig_key(name))
-    }
-    found = [parameter for parameter in model.parameters() if id(parameter) in wanted]
+    found = own_parameters(model, pairs)
     if not found:
         raise NotImplementedError(
             "none of the parameters to train is one of the model's own; expected pairs of this "
@@ -179,9 +187,6 @@ def _trained(
 
 def _in_turn(windows: TokenWindows) -> list[int]:
     """The numbers of the windows: the first one of each text, the second ones, ..."""
-    seen = [0] * len(windows.texts)
-    turns = []
-    for number, text in enumerate(windows.text_of.tolist()):
-        turns.append((seen[text], text, number))
-        seen[text] += 1
-    return [number for _, _, number in sorted(turns)]
+    of_texts = [(windows.text_of == number).nonzero() for number in range(len(windows.texts))]
+    turns = itertools.zip_longest(*(numbers[:, 0].tolist() for numbers in of_texts))
+    return [number for turn in turns for number in turn if number is not None]

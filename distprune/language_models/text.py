@@ -169,9 +169,8 @@ def read_windows(
         ]
         counts = torch.tensor([len(rows) for rows in parts])
         text_of, tokens = torch.arange(len(texts)).repeat_interleave(counts), torch.cat(parts)
-        return TokenWindows(
-            texts, tokens, text_of, bool(bos) and set(tokens[:, 0].tolist()) == {*bos}
-        )
+        has_bos = bool(bos) and bool((tokens[:, 0] == bos[0]).all())
+        return TokenWindows(texts, tokens, text_of, has_bos)
 
     with world().exclusively():
         return world().run(read, lambda made: [("length of windows", str(length)), *made.digests()])

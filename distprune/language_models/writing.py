@@ -81,15 +81,15 @@ def write_text(
     Source: Williams et al., Self-calibration, arXiv 2410.17170; Xu et al., Magpie, arXiv
     2406.08464, for the questions.
     """
-    communicator, prompts = world(), list[list[int]]()
+    communicator = world()
 
-    def check() -> None:
+    def begin() -> list[list[int]]:
         if windows < 1 or length < 2:
             raise ValueError(f"{windows} windows of length={length}; expected 1 of 2, at least.")
-        prompts.extend(_prompts(model, tokenizer))
+        return _prompts(model, tokenizer)
 
     facts = [("windows, length, seed", f"{windows}, {length}, {seed}")]
-    communicator.run(check, lambda _: [*facts, ("first tokens", str(prompts))])
+    prompts = communicator.run(begin, lambda found: [*facts, ("first tokens", str(found))])
     known = torch.full((windows, length), -1)
     for number, row in enumerate(known):
         prompt = prompts[number % len(prompts)][:length]
@@ -103,7 +103,7 @@ def write_text(
     def write(numbers: Sequence[int], draw: int) -> list[int]:
         """Write some windows; those of them that repeat themselves, if they can be drawn again."""
         chances = torch.stack([_random(seed, number, draw, length) for number in numbers or [0]])
-        rows = _extend(model, known[numbers or [0]], partial(_at, chances))
+        rows = _extend(model, known[numbers or [0]], 1, partial(_at, chances))
         found[numbers] = rows[: len(numbers)]
         return [n for n in numbers if draw < _NUM_DRAWS - 1 and _repeats_itself(found[n])]
 
@@ -156,11 +156,14 @@ def _at(chances: Tensor, logits: Tensor, position: int) -> Tensor:
     return torch.searchsorted(share, chance, right=True)[:, 0]
 
 
-def _extend(model: nn.Module, known: Tensor, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
+def _extend(
+    model: nn.Module, known: Tensor, first: int, choose: Callable[[Tensor, int], Tensor]
+) -> Tensor:
     """Windows, token by token.
 
     Args:
         known: int64 [windows, length]: tokens, and -1 where the model writes them.
+        first: how many tokens all windows have, on every rank: they run as one forward.
         choose: tokens for a position, from float32 logits [windows, vocabulary].
     """
     known = on_device_of(model, known)
@@ -168,9 +171,9 @@ def _extend(model: nn.Module, known: Tensor, choose: Callable[[Tensor, int], Ten
     if accepts(model, "use_cache"):
         arguments["use_cache"] = True
     cache = next((name for name in _CACHES if accepts(model, name)), "")
-    for position in range(1, known.shape[1]):
-        first = 0 if arguments.get(cache) is None else position - 1
-        output = model(input_ids=tokens[:, first:position], **arguments)
+    for position in range(first, known.shape[1]):
+        begin = 0 if arguments.get(cache) is None else position - 1
+        output = model(input_ids=tokens[:, begin:position], **arguments)
         if cache:
             arguments[cache] = getattr(output, cache, None)
         logits = logits_of(output)[:, -1].float()
@@ -205,6 +208,7 @@ def continued(
     known = torch.tensor([ids + [-1] * num_tokens])
     check_run(model, known)
     with in_eval_mode(model), torch.no_grad():
-        row = _extend(model, known, lambda logits, _: logits.argmax(-1))[0, len(ids) :].tolist()
+        whole = _extend(model, known, len(ids), lambda logits, _: logits.argmax(-1))
+    row = whole[0, len(ids) :].tolist()
     end = row.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in row else len(row)
     return str(tokenizer.decode(row[:end], skip_special_tokens=True))

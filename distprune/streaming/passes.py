@@ -18,9 +18,8 @@ from torch import Tensor
 from distprune._version import __version__
 from distprune.api.local import custom_from_mask, remove
 from distprune.base.naming import NamedParameter
-from distprune.base.pruned_form import orig_key
 from distprune.files.checkpoint import INDEX_SUFFIX, Checkpoint, TensorEntry, read_header
-from distprune.files.disk import write_atomically, writing
+from distprune.files.disk import new_file, write_atomically
 from distprune.files.planning import KeptValues, are_of_gradients, plan, source_facts
 from distprune.files.ranked import RankedTensors
 from distprune.files.statistics_file import StoredStatistics, read_statistics, write_statistics
@@ -307,61 +306,45 @@ class Passes:
                 dense.advance(number)
                 dense.remove("state", number - 1)
 
+        saved = work.path / "polish.pt"
+
         def begin() -> tuple[StreamedModel, StoredLayers, dict[str, Any]]:
             folder = self.streamed.checkpoint.folder
             model = StreamedModel(folder, torch.float32, settings.device)
             model.entries |= _entries_in(work.folder("values"))
-            saved = work.path / "polish.pt"
-            state = torch.load(saved, "cpu") if saved.exists() else {"losses": []}
+            state = torch.load(saved, "cpu") if saved.exists() else {}
             return model, StoredLayers(model, settings.recipe), state
 
         streamed, stored, state = communicator.run(
-            begin, lambda found: [("losses of the polishing", str(found[2]["losses"]))]
+            begin, lambda found: [("losses of the polishing", str(found[2].get("losses", [])))]
         )
-        losses: list[float] = state["losses"]
         finished = reporter("polish", settings.polish, settings.progress, "steps")
-        finished(len(losses))
+        finished(len(state.get("losses", [])))
         parameters = list(itertools.chain(*stored.parameters))
         with streamed.whole() as model:
             for module, name in parameters:
                 module.get_parameter(name).requires_grad_(True)
             communicator.run(lambda: _attach(stored, parameters, masks, zeros_too=True))
-            trained = [getattr(module, orig_key(name)) for module, name in parameters]
 
             def teach(rows: slice) -> Prediction:
                 at_end = dense.last_state(rows.start)
                 with streamed.through(lambda embedded: at_end.to(embedded)):
                     return BatchLosses(model).prediction(settings.windows.tokens[rows])
 
-            def resume(optimizer: torch.optim.Optimizer) -> None:
-                if losses:
-                    optimizer.load_state_dict(state["optimizer"])
-                    for weight, value in zip(trained, state["weights"], strict=True):
-                        weight.data.copy_(value)
-
-            def save(optimizer: torch.optim.Optimizer) -> None:
-                weights = [weight.data for weight in trained]
-                state = {"losses": losses, "weights": weights, "optimizer": optimizer.state_dict()}
-                with writing(work.path):
-                    torch.save(state, work.path / "polish.tmp")
-                    os.replace(work.path / "polish.tmp", work.path / "polish.pt")
-
             polishing = polishing_steps(
-                model,
-                teach,
-                settings.windows,
-                parameters,
-                steps=settings.polish,
-                finished=len(losses),
-                resume=resume,
+                model, teach, settings.windows, parameters, steps=settings.polish, state=state
             )
-            saved = time.monotonic()
-            for optimizer, loss in polishing:
-                losses.append(loss)
+            written_at = time.monotonic()
+            for _ in polishing:
                 finished(1)
-                if communicator.index == 0 and time.monotonic() - saved >= _SECONDS_BETWEEN_SAVES:
-                    save(optimizer)
-                    saved = time.monotonic()
+                is_due = time.monotonic() - written_at >= _SECONDS_BETWEEN_SAVES
+                if communicator.index == 0 and is_due:
+                    with (
+                        new_file(saved) as descriptor,
+                        open(descriptor, "wb", closefd=False) as output,
+                    ):
+                        torch.save(state, output)
+                    written_at = time.monotonic()
             for parameter in parameters:
                 remove(*parameter)
             for number, of_layer in enumerate(stored.parameters):
@@ -369,7 +352,7 @@ class Passes:
                     made = communicator.run(partial(_stored, stored, of_layer))
                     file = work.file("polished", number)
                     work.on_first_rank(partial(_write_tensors, file, made))
-        work.record("polish", {"steps": settings.polish, "losses": losses})
+        work.record("polish", {"steps": settings.polish, "losses": state["losses"]})
 
     def _update(self, stream: WindowStream, number: int, masks: RankedTensors) -> None:
         """Prune a layer, which is in memory, and move its kept weights, if any move.

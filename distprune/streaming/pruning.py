@@ -75,7 +75,7 @@ class StreamCost:
 
 
 def cost_of(
-    streamed: StreamedModel, stored: StoredLayers, settings: Settings, own_text: bool = False
+    streamed: StreamedModel, stored: StoredLayers, settings: Settings, own_text: bool
 ) -> StreamCost:
     """Estimate what a pruning needs.
 
@@ -274,15 +274,19 @@ def prune_folder(
     settings = Settings(
         recipe, to_run, evaluation, update, damping, batch_size, dtype, where, polish, progress
     )
+
+    def check(target: Path, checkpoint: Checkpoint) -> None:
+        check_destination(target, [file.path for file in checkpoint.all_files], replaces=replace)
+
     if own_text is not None:
 
-        def check(target: Path, checkpoint: Checkpoint) -> None:
+        def check_all(target: Path, checkpoint: Checkpoint) -> None:
+            """Before what takes long."""
             _check_request(settings, kept, rounds)
-            files = [file.path for file in checkpoint.all_files]
-            check_destination(target, files, replaces=replace)
+            check(target, checkpoint)
             _open(source, settings)
 
-        own, files[OWN_TEXT_FILE] = _own_text(source, destination, own_text, settings, check)
+        own, files[OWN_TEXT_FILE] = _own_text(source, destination, own_text, settings, check_all)
         both = own if windows is None else windows + own
         settings = dataclasses.replace(settings, windows=both)
 
@@ -293,8 +297,7 @@ def prune_folder(
         facts = settings.facts(checkpoint) | {"rounds": list(rounds)}
         text = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         if _finished(target, text) is None:
-            files = [file.path for file in checkpoint.all_files]
-            check_destination(target, files, replaces=replace)
+            check(target, checkpoint)
         return target, facts, text
 
     target, facts, text = communicator.run(
@@ -367,7 +370,9 @@ def prune_folder(
     return made
 
 
-def _open(source: str | Path, settings: Settings) -> tuple[StreamedModel, StoredLayers, StreamCost]:
+def _open(
+    source: str | Path, settings: Settings, own_text: bool = False
+) -> tuple[StreamedModel, StoredLayers, StreamCost]:
     """The model of a round, its stored layers, and what it needs. Local; changes nothing.
 
     Raises: what the layers, the windows, or what the recipe selects cannot do.
@@ -388,7 +393,7 @@ def _open(source: str | Path, settings: Settings) -> tuple[StreamedModel, Stored
                 f"{type(module).__name__} is not known, by which weights are ranked or moved; "
                 "expected score fisher and update none, or exclude it."
             )
-    return streamed, stored, cost_of(streamed, stored, settings)
+    return streamed, stored, cost_of(streamed, stored, settings, own_text)
 
 
 def _check_request(settings: Settings, kept: Path | None, rounds: Sequence[float]) -> None:
@@ -438,8 +443,7 @@ def estimate(
     text, device = _any_text(num_windows, length), torch.device("cpu")
     held_out = _any_text(num_evaluated, length) if num_evaluated else None
     settings = Settings(recipe, text, held_out, update, DAMPING, batch_size, dtype, device, polish)
-    streamed, stored, _ = _open(source, settings)
-    return cost_of(streamed, stored, settings, own_text)
+    return _open(source, settings, own_text)[2]
 
 
 def _any_text(num_windows: int, length: int) -> TokenWindows:
@@ -481,7 +485,7 @@ def _own_text(
         places = (target / OWN_TEXT_FILE, work)
         found = [place for place in places if place.exists() and origin_of(place) == made_by]
         if not found:
-            check(target, checkpoint)  # before what takes long
+            check(target, checkpoint)
         return work, made_by, found[0] if found else None
 
     work, made_by, found = communicator.run(find, lambda found: [("own text", str(found))])

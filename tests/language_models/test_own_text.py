@@ -60,14 +60,14 @@ def test_windows_that_repeat_themselves_are_drawn_again(monkeypatch):
     model, tokenizer, draws = tiny_llama(), tiny_tokenizer(), []
     sample = writing._extend
 
-    def noted(model, known, choose):
+    def noted(model, known, first, choose):
         draws.append(len(known))
-        return torch.full_like(known, 7) if len(draws) < 3 else sample(model, known, choose)
+        return torch.full_like(known, 7) if len(draws) < 3 else sample(model, known, first, choose)
 
     monkeypatch.setattr(writing, "_extend", noted)
     made = language_models.write_text(model, tokenizer, windows=2, length=40)
     assert draws == [2, 2, 2] and not (made.tokens == 7).all(dim=1).any()
-    monkeypatch.setattr(writing, "_extend", lambda model, known, choose: torch.full_like(known, 7))
+    monkeypatch.setattr(writing, "_extend", lambda model, known, *_: torch.full_like(known, 7))
     assert bool(
         (language_models.write_text(model, tokenizer, windows=2, length=9).tokens == 7).all()
     )
