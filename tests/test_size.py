@@ -42,9 +42,9 @@ ROOMS = {
     "streaming": (1223, 6),
     "testing.py": (231, 1),
     "verification.py": (578, 1),
-    "wrappers": (1100, 8),
+    "wrappers": (1101, 8),
 }
-TOTAL = (19779, 120)
+TOTAL = (19780, 120)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 29783, "launch": 989}
 NO_CODE = {

@@ -123,7 +123,8 @@ class Held:
                 module, name = self.places[0]
                 raise RuntimeError(
                     f"the mask of {type(module).__name__}.{name} was replaced by one of shape "
-                    f"{tuple(part.shape)} on this rank; expected {tuple(values.shape)}."
+                    f"{tuple(part.shape)} on this rank; expected {tuple(values.shape)}, laid out "
+                    "like the parameter. Pass a whole mask to custom_from_mask."
                 )
         return [(values, part) for values, part in pairs if values.numel()]
 
