@@ -11,7 +11,7 @@ from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import assert_nothing_wrong, wrong_masks
-from helpers.models import Net, fill, fqns, target
+from helpers.models import Net, fill
 
 
 def my_group(groups: list[list[int]]) -> dist.ProcessGroup:
@@ -26,10 +26,11 @@ def differences_between_groups(groups: list[list[int]]) -> list[str]:
     seed = min(dist.get_process_group_ranks(group))
     dense, model = fill(Net(), "rounded", "float32", seed), fill(Net(), "rounded", "float32", seed)
     indices = wrappings.local_indices(dense, "plain-1")
-    names, amount = fqns(dense), 0.1 * (seed + 1)
+    pairs, amount = prune.select(model, everything=True), 0.1 * (seed + 1)
+    names = [pair.fqn for pair in pairs]
     keeps = reference.prune([dense.get_parameter(name) for name in names], amount)
-    targets = [target(model, name) for name in names]
-    prune.global_unstructured(targets, prune.L1Unstructured, group=group, amount=amount)
+    once = prune.schedule.OneShot(0, amount)
+    prune.schedule.ScheduledPruner(pairs, once, group=group).step()
     return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices)
 
 

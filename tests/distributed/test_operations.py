@@ -234,7 +234,7 @@ def tied(wrapping: str) -> list[tuple]:
 
 
 def others(wrapping: str, uneven: tuple) -> list[tuple]:
-    """Convolutions that are trained; parameters of no dimension, which FSDP refuses."""
+    """Convolutions that are trained; what FSDP2 refuses: channels last, and no dimension."""
     names = ["head.weight", "conv.weight", "norm.weight"]
     train = do("train", seed=5)
     channels = do("norm_channels", True, name="conv.weight", n=2, dim=0, amount=1, scores=None)
@@ -242,6 +242,10 @@ def others(wrapping: str, uneven: tuple) -> list[tuple]:
     if wrappings.kind_of(wrapping) not in ("tp", "fsdp2_tp", "fsdp2_dim1", "fsdp2_replicate"):
         conv = [l1(0.3, names), train, channels, train, do("remove_all", True)]
         rows.append(("conv", "normal", "float32", conv))
+    if wrappings.kind_of(wrapping).startswith(("plain", "ddp", "fsdp1")):
+        sharded = scores("few", names[:2], sharded=True)
+        last = [l1(0.3, names, sharded), train, l1(9, names), channels, do("remove_all")]
+        rows.append(("channels last", "normal", "float32", last))
     if wrappings.kind_of(wrapping) in ("plain", "ddp"):
         scale = [l1(10, ["scale.weight", "l1.weight", "scale.bias"]), train]
         scale += [do("single_l1", True, name="scale.weight", amount=1, scores=None), train]

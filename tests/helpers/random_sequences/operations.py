@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import distprune as prune
 from distprune import checkpoint
 from helpers import reference, wrappings
+from helpers.collective_traffic import Traffic
 from helpers.models import values
 from helpers.random_sequences.oracle import Counts, Refused, places
 from helpers.random_sequences.plans import INPUTS
@@ -343,7 +344,10 @@ class Run(SideBySide):
             return oracle.rank(names, k) if k > 0 else None
 
         def act() -> prune.PruningReport | None:
-            report = self.pruner.step()
+            is_due = self.ramp.is_due(self.pruner.num_steps)
+            with Traffic() as traffic:
+                report = self.pruner.step()
+            self.wrong += ["a step that is not due sends"] * bool(traffic.calls and not is_due)
             found = self.pruner.num_steps, self.pruner.sparsity
             if found != (self.oracle.num_steps, self.oracle.sparsity):
                 self.wrong.append(f"the pruner is at {found}")

@@ -73,6 +73,14 @@ class ConvNet(nn.Module):
         return self.head(self.norm(torch.relu(self.conv(x)).flatten(1)))
 
 
+class ChannelsLast(ConvNet):
+    """Its convolution lies in memory in another order than the row-major one."""
+
+    def __init__(self, sizes: tuple[int, int, int, int]):
+        super().__init__(sizes)
+        self.conv.to(memory_format=torch.channels_last)
+
+
 class TiedNet(nn.Module):
     """Input and output embedding share one weight."""
 
@@ -105,7 +113,7 @@ class GroupsNet(Net):
 
 FAMILIES = {
     "net": Net, "norm": NormNet, "conv": ConvNet, "tied": TiedNet, "shapes": ShapesNet,
-    "groups": GroupsNet, "scale": ScaleNet,
+    "groups": GroupsNet, "scale": ScaleNet, "channels last": ChannelsLast,
 }  # fmt: skip
 # Where an output sums over others than the last dimensions.
 INPUTS = {"conv.weight": (1, 2, 3), "turned.weight": (0, 2, 3), "experts.gate_up": (1,)}
@@ -178,6 +186,6 @@ class Plan:
         if self.family == "tied":
             x = torch.randint(0, 7, (ROWS, 3), generator=generator)
             return x, torch.randn(ROWS, 3, 7, generator=generator).to(dtype)
-        shape = (2, 3, 3) if self.family == "conv" else (self.sizes[0],)
+        shape = (2, 3, 3) if self.family in ("conv", "channels last") else (self.sizes[0],)
         x = torch.randn(ROWS, *shape, generator=generator)
         return x.to(dtype), torch.randn(ROWS, self.sizes[3], generator=generator).to(dtype)
