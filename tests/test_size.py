@@ -46,7 +46,7 @@ ROOMS = {
 }
 TOTAL = (19780, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29379, "launch": 989}
+FOLDERS = {"tests": 29461, "launch": 1038}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
