@@ -15,22 +15,22 @@ another matrix for each row. Conjugate gradients need only products with H, of a
 gradient is multiplied with the mask, so that what is pruned stays zero, and divided by the diagonal
 of H. Steps of a row depend on this row alone, so that no sharding changes them.
 
-[Note: blocks] A weight is one matrix or several, one below the other: an expert, a group of a
-convolution. A row has the elements of one output. A rank has blocks of a matrix, which are views of
-its part:
+[Note: positions] A weight is one matrix or several, one below the other: an expert, a group of a
+convolution. A row has the elements of one output. However memory and ranks have the dimensions of
+a weight, each belongs to its rows or to its columns. So a rank has the element of row r and column
+c at the position ``rows[r] + columns[c]`` of its flat view, if that is one of its positions:
 
     FSDP2, Shard(0), or a replica      FSDP1, a run of memory          Shard(1), TP row-wise
-    . . . . . .                        . . . . x x  a block            x x . . . .
-    x x x x x x   one block            x x x x x x  a block            x x . . . .   one block
-    x x x x x x                        x x x . . .  a block            x x . . . .
+    . . . . . .                        . . . . 0 1                     0 1 . . . .
+    0 1 2 3 4 5                        2 3 4 5 6 7                     2 3 . . . .
+    6 7 8 9 . .                        8 9 . . . .                     4 5 . . . .
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -45,9 +45,9 @@ from distprune.call.report import CallReport
 from distprune.call.request import ParameterArguments
 from distprune.masks.hook import forgets_pruned, refresh_products
 from distprune.ranks.collectives import Communicator, world
-from distprune.shards.geometry import MatrixRun
+from distprune.shards.geometry import opened
 from distprune.shards.shard import Shard
-from distprune.statistics.gram import GramMatrices
+from distprune.statistics.gram import GramMatrices, whole_matrix
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,6 +57,7 @@ DAMPING = 0.3
 # Elements of the rows that are solved at a time: seven temporaries of so many.
 _CPU_CHUNK = 1 << 21
 _DEVICE_CHUNK = 1 << 25
+_ELSEWHERE = -(1 << 50)  # below all positions, and so is a sum of it and of some of them
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,16 @@ class ReconstructionReport(CallReport):
     seconds: float
 
     def __str__(self) -> str:
-        def row(name: str, pruned: str, *errors: float) -> list[str]:
+        def row(name: str, pruned: str, errors: Iterable[float]) -> list[str]:
             return [name, pruned, *(f"{error:.4g}" for error in errors)]
 
         errors = [(entry.error_before, entry.error_after) for entry in self.parameters]
-        shares = [f"{share(each.num_pruned, each.num_elements):.2%}" for each in self.parameters]
-        names = [entry.name for entry in self.parameters]
-        entries = zip(names, shares, errors, strict=True)
-        rows = [row(name, pruned, *both) for name, pruned, both in entries]
-        means = [sum(each) / len(rows) for each in zip(*errors, strict=True)]
-        heading = ["parameter", "pruned", "error before", "error after"]
-        lines = table(heading, rows, row("mean", "", *means))
+        rows = [
+            row(entry.name, f"{share(entry.num_pruned, entry.num_elements):.2%}", both)
+            for entry, both in zip(self.parameters, errors, strict=True)
+        ]
+        mean = row("mean", "", (sum(each) / len(rows) for each in zip(*errors, strict=True)))
+        lines = table(["parameter", "pruned", "error before", "error after"], rows, mean)
         unmoved = sum(entry.num_rows_unmoved for entry in self.parameters)
         facts = [f"least squares, {self.steps} steps, damping {self.damping:g}"]
         if unmoved:
@@ -219,19 +219,18 @@ def reconstruct(
             }
             for labels, block in blocks:
                 sharing = [weights[label] for label in labels if label in weights]
-                for number in range(len(block.rows) if sharing else 0):
-                    whole = block.whole(number, ranks)
+                for number, rows in enumerate(block if sharing else ()):
+                    whole = whole_matrix(rows, ranks)
                     gram, added = ranks.run(partial(_damped, whole, damping, dtype, labels[0]))
                     for weight in sharing:
                         weight.solve(number, gram, added, steps)
                     del gram, whole
-            sums = ranks.reduce_floats(
-                4 * len(weights), lambda: torch.cat([w.errors for w in weights.values()])
-            )
-            errors = dict(zip(weights, sums.view(-1, 4).tolist(), strict=True))
+            unmoved = torch.zeros(4, dtype=torch.float64)
+            parts = [weights[label].errors if label in weights else unmoved for label, _ in known]
+            sums = ranks.reduce_floats(4 * len(parts), lambda: torch.cat(parts)).view(-1, 4)
             entries = []
-            for shard, live, (label, _) in zip(shards, num_live, known, strict=True):
-                before, after, total, unmoved = errors.get(label, (0.0, 0.0, 0.0, 0.0))
+            for shard, live, errors in zip(shards, num_live, sums.tolist(), strict=True):
+                before, after, total, num_unmoved = errors
                 if not all(map(math.isfinite, (before, after, total))):
                     raise ValueError(
                         f"{shard.name}: weights, before or after they moved, or outputs are not "
@@ -239,9 +238,8 @@ def reconstruct(
                     )
                 before, after = (max(0.0, e) / total if total > 0 else 0.0 for e in (before, after))
                 counts = shard.numel, shard.numel - live
-                entries.append(
-                    ReconstructedParameter(shard.name, *counts, before, after, int(unmoved))
-                )
+                entry = ReconstructedParameter(shard.name, *counts, before, after, int(num_unmoved))
+                entries.append(entry)
             for weight in weights.values():
                 weight.commit()
     cost = ranks.size, ranks.num_collectives, ranks.bytes_sent, time.perf_counter() - started
@@ -313,12 +311,12 @@ class _Weight:
         self.errors = torch.zeros(4, dtype=torch.float64)
 
         def find_whole_rows() -> Tensor:
-            self._new, self._blocks = shard.values.clone(), blocks_of(shard, layout)
-            self._has = torch.zeros(shape, dtype=torch.int64)
-            for matrix, rows, columns, _ in self._blocks:
-                if columns == range(self._width):
-                    self._has[matrix, rows.start : rows.stop] = 1
-            return self._has.view(-1)
+            self._new = shard.new_mask(shard.values.dtype).copy_(shard.values)
+            rows, columns = positions_of(shard, layout)
+            self._rows, self._columns = rows.view(shape), columns.to(shard.values.device)
+            first, last = rows + columns.min(), rows + columns.max()
+            self._has = ((first >= 0) & (last < shard.values.numel())).view(shape)
+            return self._has.view(-1).long()
 
         self._num_having = ranks.reduce(layout.num_outputs, find_whole_rows).view(shape)
 
@@ -333,8 +331,7 @@ class _Weight:
         """
         ranks, device = self._ranks, self._shard.values.device
         gram, added = gram.to(device), added.to(device)
-        blocks = [block for block in self._blocks if block[0] == number]
-        num_having = self._num_having[number]
+        rows, num_having = self._rows[number], self._num_having[number]
 
         def solved(both: Tensor) -> Tensor:
             new, errors = least_squares(both[0], both[1], gram, added, steps)
@@ -342,12 +339,12 @@ class _Weight:
             return new
 
         def solve_own() -> None:
-            for ids in self._chunks((num_having == 1) & (self._has[number] == 1)):
-                self._write(blocks, ids, solved(self._read(blocks, ids, gram.dtype)))
+            for ids in self._chunks((num_having == 1) & self._has[number]):
+                self._write(rows[ids], solved(self._read(rows[ids], gram.dtype)))
 
         def read_shared() -> Tensor:
             counts = have_all or self._shard.replica == 0
-            return self._read(blocks if counts else [], ids, gram.dtype)
+            return self._read(rows[ids] if counts else rows[ids] + _ELSEWHERE, gram.dtype)
 
         def solve_share() -> Tensor:
             mine = torch.arange(len(ids)).tensor_split(ranks.size)[ranks.index]
@@ -364,7 +361,7 @@ class _Weight:
                 ranks.sum_floats(both)
             new = ranks.run(solve_share)
             ranks.sum_floats(new)
-            ranks.run(partial(self._write, blocks, ids, new))
+            ranks.run(partial(self._write, rows[ids], new))
 
     def commit(self) -> None:
         """Let the parameter have the new values, and its mask act on them. Local; cannot fail."""
@@ -383,29 +380,35 @@ class _Weight:
         if len(ids):
             yield from torch.split(ids, max(1, size // max(1, self._width)))
 
-    def _read(self, blocks: Iterable[Block], ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def _find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Where elements of some rows are here, [rows, inputs]; and their positions, 1-d."""
+        flat = self._shard.flat_values
+        at = rows.to(flat.device).unsqueeze(1) + self._columns
+        is_here = (at >= 0) & (at < flat.numel())
+        return is_here, at[is_here]
+
+    def _read(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Values, and 1 where they are kept and not 0, of some rows: [2, rows, inputs].
 
         Both are 0 where this rank has none.
         """
-        values, mask = self._shard.values, self._shard.mask
-        both = values.new_zeros(2, len(ids), self._width, dtype=dtype)
-        for view, here, rows, columns in _blocks_with(blocks, ids):
-            part = view(values)[rows].flatten(1).to(dtype)
-            keep = part != 0
-            if mask is not None:
-                keep &= view(mask)[rows].flatten(1) != 0
-            both[0, here, columns], both[1, here, columns] = part, keep.to(dtype)
+        flat, mask = self._shard.flat_values, self._shard.flat_mask
+        both = flat.new_zeros(2, len(rows), self._width, dtype=dtype)
+        is_here, at = self._find(rows)
+        part = flat[at].to(dtype)
+        keep = part != 0
+        if mask is not None:
+            keep &= mask[at] != 0
+        both[0][is_here], both[1][is_here] = part, keep.to(dtype)
         return both
 
-    def _write(self, blocks: Iterable[Block], ids: Tensor, new: Tensor) -> None:
+    def _write(self, rows: Tensor, new: Tensor) -> None:
         """Keep the new values of some rows, as far as they are this rank's."""
-        for view, here, rows, columns in _blocks_with(blocks, ids):
-            piece = view(self._new)
-            part = new[here, columns].to(piece.dtype)
-            if not bool(part.isfinite().all()):
-                self.errors += torch.nan
-            piece[rows] = part.view(len(rows), *piece.shape[1:])
+        is_here, at = self._find(rows)
+        part = new[is_here].to(self._new.dtype)
+        if not bool(part.isfinite().all()):
+            self.errors += torch.nan
+        self._shard.flat(self._new)[at] = part
 
 
 def least_squares(
@@ -469,84 +472,25 @@ def _ratio(values: Tensor, others: Tensor) -> Tensor:
     return torch.where(is_number, values / others, 0)
 
 
-# What a rank has of one matrix, see [Note: blocks]: the number of the matrix; the rows and columns
-# of the block in it; and what makes of a local tensor, laid out like the rank's part of the weight,
-# a view of the block, [rows, ...].
-View = Callable[[Tensor], Tensor]
-Block = tuple[int, range, range, View]
+def positions_of(shard: Shard, layout: WeightLayout) -> tuple[Tensor, Tensor]:
+    """Where this rank has the elements of a weight: see [Note: positions].
 
-
-def _blocks_with(
-    blocks: Iterable[Block], ids: Tensor
-) -> Iterator[tuple[View, Tensor, Tensor, slice]]:
-    """Of each block the view, which of some rows are in it, their rows in it, and its columns."""
-    for _, rows, columns, view in blocks:
-        here = ((ids >= rows.start) & (ids < rows.stop)).nonzero().view(-1)
-        yield view, here, ids[here] - rows.start, slice(columns.start, columns.stop)
-
-
-def blocks_of(shard: Shard, layout: WeightLayout) -> list[Block]:
-    """This rank's blocks of a weight.
-
-    Raises:
-        NotImplementedError: FSDP1's run of a weight that is not row-major in memory; a convolution
-            that is cut along its kernel; parts of groups of rows.
+    Returns:
+        int64 [outputs] and [inputs of a matrix].
     """
-    if not shard.values.numel():
-        return []
-    if shard.is_run:
-        return list(_blocks_of_run(shard, layout))
-    if shard.index.fold is not None:
-        raise NotImplementedError(
-            f"{shard.name}: the ranks have parts of groups of rows ({shard.layout}); expected a "
-            "weight that is cut in whole dimensions. For fused experts, use ep_size beside tp_size."
-        )
-    where, (height, _) = shard.coordinates, layout.matrix_shape
-    if layout.are_experts or layout.is_transposed:
-        sides = where[layout.output_dim], where[layout.input_dim]
-        matrices = enumerate(where[0] if layout.are_experts else range(1))
-        return [(n, *sides, partial(_matrix, i, layout.is_transposed)) for i, n in matrices]
-    if any(len(have) != whole for have, whole in zip(where[2:], layout.shape[2:], strict=True)):
-        raise NotImplementedError(
-            f"{shard.name}: a convolution that is sharded along its kernel; expected shards along "
-            "its outputs or its channels."
-        )
-    kernel = math.prod(layout.shape[2:])
-    columns = range(where[1].start * kernel, where[1].stop * kernel)
-    blocks: list[Block] = []
-    for matrix in range(layout.num_matrices):  # groups of outputs
-        first = matrix * height
-        start, stop = max(where[0].start, first), min(where[0].stop, first + height)
-        if start < stop:
-            here = slice(start - where[0].start, stop - where[0].start)
-            rows = range(start - first, stop - first)
-            blocks.append((matrix, rows, columns, operator.itemgetter(here)))
-    return blocks
-
-
-def _matrix(number: int, is_transposed: bool, local: Tensor) -> Tensor:
-    """One of some matrices, [out, in]."""
-    matrix = local[number] if local.ndim == 3 else local
-    return matrix.mT if is_transposed else matrix
-
-
-def _blocks_of_run(shard: Shard, layout: WeightLayout) -> Iterator[Block]:
-    """Of a run of row-major memory: a part of a line, whole lines, a part of a line."""
-    begin, (height, width) = shard.index.start, layout.matrix_shape
-    if begin is None:
-        raise NotImplementedError(
-            f"{shard.name}: FSDP1 has flattened a weight that is not row-major in memory; expected "
-            "a contiguous one, or fully_shard."
-        )
-    is_transposed = layout.is_transposed
-    lines, length = (width, height) if is_transposed else (height, width)
-    run = MatrixRun(lines, length, 2, begin, shard.index)
-    for start, stop, matrix, *cut in run.blocks(0, shard.values.numel()):
-        across, along = (range(each.start, each.stop) for each in cut)
-
-        def view(local: Tensor, here: slice = slice(start, stop), n: int = len(across)) -> Tensor:
-            found = local[here].view(n, -1)
-            return found.mT if is_transposed else found
-
-        rows, columns = (along, across) if is_transposed else (across, along)
-        yield matrix, rows, columns, view
+    index, stride = shard.index, 1
+    sizes = shard.shape if index.fold is None else opened(index.fold, shard.shape)
+    of_dim: dict[int, Tensor] = {}
+    for dim, own in zip(index.dims[::-1], index.coordinates[::-1], strict=True):
+        where = torch.arange(sizes[dim])
+        is_here = (where >= own.start) & (where < own.stop)
+        of_dim[dim] = torch.where(is_here, (where - own.start) * stride, _ELSEWHERE)
+        stride *= len(own)
+    rows, columns = torch.tensor([-index.offset]), torch.tensor([0])
+    for number, vector in sorted(of_dim.items()):
+        dim = number - (index.fold is not None and number > index.fold[0])
+        if dim == layout.output_dim or (layout.are_experts and dim == 0):
+            rows = (rows.view(-1, 1) + vector).view(-1)
+        else:
+            columns = (columns.view(-1, 1) + vector).view(-1)
+    return rows, columns

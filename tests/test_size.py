@@ -34,19 +34,19 @@ ROOMS = {
     "ranking": (1649, 9),
     "ranks": (319, 2),
     "recipes": (320, 1),
-    "reconstruction.py": (322, 1),
+    "reconstruction.py": (280, 1),
     "schedule.py": (240, 1),
     "selftest.py": (291, 1),
-    "shards": (857, 6),
-    "statistics": (1386, 6),
+    "shards": (852, 6),
+    "statistics": (1382, 6),
     "streaming": (1223, 6),
     "testing.py": (231, 1),
     "verification.py": (578, 1),
     "wrappers": (1101, 8),
 }
-TOTAL = (19780, 120)
+TOTAL = (19729, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29461, "launch": 1038}
+FOLDERS = {"tests": 29496, "launch": 1038}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -80,8 +80,8 @@ class IndexMap:
             view first.
         strides: row-major stride of the same dimensions in the global tensor.
         start: first global index when the local elements are a contiguous run.
-        offset: position of the first local element in the flat view that the
-            coordinates describe: more than 0 if the local elements are a run of that view.
+        offset: position of the first local element in the box that the coordinates describe: more
+            than 0 if the local elements are a run of that box.
         dims: the dimensions of the global tensor, in the order of ``coordinates``.
         fold: how another shape is seen, to which all of the above belong: see [Note: folds].
     """
@@ -223,7 +223,7 @@ def run_index_map(
     if order is None:
         return None
     whole = index_map(shape, list(map(range, shape)), order)
-    return replace(whole, offset=first) if whole.start is None else replace(whole, start=first)
+    return replace(whole, offset=first, start=None if whole.start is None else first)
 
 
 def memory_order(tensor: Tensor) -> list[int] | None:
@@ -253,14 +253,12 @@ class MatrixRun:
         num_rows: of a matrix, at least 1.
         num_columns: of a matrix, at least 1.
         num_row_dims: how many dimensions of memory are rows, or matrices and rows: 1 or 2.
-        offset: position of the first local element in the matrices, row by row.
         index: from flat positions to indices of the whole parameter.
     """
 
     num_rows: int
     num_columns: int
     num_row_dims: int
-    offset: int
     index: IndexMap
 
     @classmethod
@@ -282,17 +280,13 @@ class MatrixRun:
                     num_row_dims = 2
         num_rows = max(1, math.prod(sizes[num_row_dims - 1 : num_row_dims]))
         num_columns = max(1, math.prod(sizes[num_row_dims:]))
-        offset = index.offset
-        if index.start is not None:
-            pairs = zip(index.coordinates, index.strides, strict=True)
-            offset = index.start - sum(rows.start * stride for rows, stride in pairs)
-        return cls(num_rows, num_columns, num_row_dims, offset, index)
+        return cls(num_rows, num_columns, num_row_dims, index)
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """The rectangles, at most three of a matrix, that positions [start, stop) cover."""
         num_columns, size = self.num_columns, self.num_rows * self.num_columns
-        origin = start + self.offset
-        position, end = origin, stop + self.offset
+        origin = start + self.index.offset
+        position, end = origin, stop + self.index.offset
         while position < end:
             matrix, inside = divmod(position, size)
             row, column = divmod(inside, num_columns)
@@ -309,7 +303,7 @@ class MatrixRun:
 
     def places(self, positions: Tensor) -> tuple[Tensor | int, Tensor, Tensor]:
         """The matrix, the row and the column of flat positions."""
-        positions = positions + self.offset
+        positions = positions + self.index.offset
         rows, columns = positions // self.num_columns, positions % self.num_columns
         if self.num_row_dims == 1:
             return 0, rows, columns

@@ -53,24 +53,18 @@ def _full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-@dataclass(frozen=True, eq=False)
-class GramBlock:
-    """This rank's rows of the Gram matrices that some parameters share, summed over all ranks.
+# This rank's rows of the Gram matrices that some parameters share, summed over all ranks: of each
+# matrix [rows, inputs], as many on every rank; the last ones may be padding.
+GramBlock = tuple[Tensor, ...]
 
-    Attributes:
-        rows: of each matrix, [rows, inputs]: as many on every rank, the last ones may be padding.
+
+def whole_matrix(rows: Tensor, communicator: Communicator) -> Tensor:
+    """One Gram matrix [inputs, inputs] of the rows that each rank has, on all. Collective.
+
+    Cost: one all-gather; on one rank it is a view.
     """
-
-    rows: Sequence[Tensor]
-
-    def whole(self, number: int, communicator: Communicator) -> Tensor:
-        """One matrix [inputs, inputs], on every rank. Collective.
-
-        Cost: one all-gather; on one rank it is a view.
-        """
-        rows = self.rows[number]
-        size = rows.shape[1]
-        return communicator.gather(rows.reshape(-1)).view(-1, size)[:size]
+    size = rows.shape[1]
+    return communicator.gather(rows.reshape(-1)).view(-1, size)[:size]
 
 
 class GramMatrices(ActivationStatistics):
@@ -139,9 +133,8 @@ class GramMatrices(ActivationStatistics):
         """
         ((_, block),) = self.blocks([(module, name)])
         ((_, layout),) = self.layouts_of([(module, name)])
-        numbers = range(len(block.rows))
         with self._communicator.exclusively():
-            whole = torch.stack([block.whole(number, self._communicator) for number in numbers])
+            whole = torch.stack([whole_matrix(rows, self._communicator) for rows in block])
         return whole if layout.are_experts or layout.groups > 1 else whole[0]
 
     def obs(
@@ -172,10 +165,10 @@ class GramMatrices(ActivationStatistics):
         turns = itertools.cycle(range(communicator.size))
         with communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             for labels, block in blocks:
-                shape = len(block.rows), block.rows[0].shape[1]
+                shape = len(block), block[0].shape[1]
                 inverse = torch.zeros(shape, dtype=torch.float64)  # the diagonals
-                for number in range(len(block.rows)):
-                    whole = block.whole(number, communicator)
+                for number, rows in enumerate(block):
+                    whole = whole_matrix(rows, communicator)
                     if next(turns) == communicator.index and bool(whole.any()):
                         damped = whole.double()
                         damped.diagonal().add_(damping * damped.diagonal().mean())
@@ -289,8 +282,8 @@ class GramMatrices(ActivationStatistics):
             for number in range(num)
         ]
         if before is not None:
-            rows = [new + earlier for new, earlier in zip(rows, before.rows, strict=True)]
-        block = GramBlock(rows)
+            rows = [new + earlier for new, earlier in zip(rows, before, strict=True)]
+        block = tuple(rows)
         for parameter in group:
             self._forget(parameter)
             self._blocks[parameter] = block

@@ -300,7 +300,7 @@ def rounded_differences(wrapping: str) -> list[str]:
         factors = [g.obs([p])[p].terms[0][0] for g, p in ((grams, pair), (right, other))]
         if not torch.allclose(*factors, rtol=1e-4):
             wrong.append(f"{pair.fqn}: factors {factors}")
-    num_rows = [block.rows[0].shape[0] for _, block in grams.blocks()]
+    num_rows = [block[0].shape[0] for _, block in grams.blocks()]
     if max(num_rows) > -(-max(wrappings.runnable_sizes(wrapping)[:3]) // dist.get_world_size()):
         wrong.append(f"this rank holds {num_rows} rows")
     return wrong + reconstruction_differences(sharded, whole, indices, grams)

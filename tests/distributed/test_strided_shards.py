@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distprune as prune
-from distprune.reconstruction import blocks_of
+from distprune.base.blocks import WeightLayout
+from distprune.reconstruction import positions_of
 from distprune.shards.reader import ShardReader
 from distprune.testing import run_ranks
 from helpers import reference
@@ -196,8 +197,13 @@ def folded(make):
         with torch.no_grad():
             local(sharded.weight).copy_(which), plain.weight.copy_(index_of(shape))
     shard = ShardReader().read(sharded, "weight", "weight")
-    with pytest.raises(NotImplementedError, match=r"weight.* parts of groups of rows"):
-        blocks_of(shard, None)
+    layout = WeightLayout("linear" if len(shape) == 2 else "experts", tuple(shape))
+    rows, columns = positions_of(shard, layout)
+    at = rows.view(-1, 1) + columns
+    is_here = (at >= 0) & (at < which.numel())
+    elements = index_of(shape).view(at.shape)[is_here]
+    if len(elements) != which.numel() or not torch.equal(elements, shard.flat_values[at[is_here]]):
+        wrong.append(f"positions of {elements.tolist()}")
     return wrong
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from distprune.ranking.chunks import Part
 from distprune.ranking.scores import ScoreSource
 from distprune.ranks.collectives import Communicator
-from distprune.shards.geometry import dim_coordinates, index_map
+from distprune.shards.geometry import dim_coordinates, index_map, run_index_map
+from distprune.shards.shard import Shard
 
 
 class _Stopped(Exception):
@@ -159,3 +160,27 @@ def part_of(whole, live, kind, common, size, rank, name="tensor"):
     counted = range(n * replica // num_replicas, n * (replica + 1) // num_replicas)
     mask = None if live is None else local(live)
     return (Part(name, whole.numel(), index, counted, mask), ScoreSource(flat), local)
+
+
+def shards_of(values, memory_dims, generator):
+    """Parts of a tensor as wrappers cut it: chunks of dimensions, and runs of its memory."""
+    shape = values.shape
+    splits = [
+        (dim, chunks, generator.randrange(chunks))
+        for dim in range(len(shape))
+        for chunks in [generator.choice([1, 1, 2, 3])]
+    ]
+    coordinates = dim_coordinates(shape, splits)
+    part = values
+    for dim, rows in enumerate(coordinates):
+        part = part.narrow(dim, rows.start, len(rows))
+    inverse = [memory_dims.index(dim) for dim in range(len(shape))]
+    part = part.permute(memory_dims).contiguous().permute(inverse)
+    index = index_map(shape, coordinates, memory_dims)
+    yield Shard("w", values, part, None, shape, index)
+    in_memory = values.permute(memory_dims).contiguous()
+    stride = in_memory.permute(inverse).stride()
+    first = generator.randrange(values.numel())
+    last = generator.randrange(first, values.numel() + 1)
+    run = in_memory.reshape(-1)[first:last]
+    yield Shard("w", values, run, None, shape, run_index_map(shape, stride, first), is_run=True)

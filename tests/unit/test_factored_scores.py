@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import distprune as prune
 from distprune.base.memory import Scratch
 from distprune.ranking.scores import FactorScores, Runs
-from distprune.shards.geometry import dim_coordinates, index_map, run_index_map
+from distprune.shards.geometry import index_map
 from distprune.shards.shard import Shard
+from helpers.virtual_ranks import shards_of
 
 SHAPES = [(7,), (5, 6), (6, 1), (1, 6), (4, 3, 2, 2), (3, 1, 4), (4, 3, 5), (1, 3, 5)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -40,30 +41,6 @@ def dense(values, factored):
             product = product * factor
         total = total + product
     return (values.double().abs() * total).to(dtype)
-
-
-def shards_of(values, memory_dims, generator):
-    """Parts of a tensor as wrappers cut it: chunks of dimensions, and runs of its memory."""
-    shape = values.shape
-    splits = [
-        (dim, chunks, generator.randrange(chunks))
-        for dim in range(len(shape))
-        for chunks in [generator.choice([1, 1, 2, 3])]
-    ]
-    coordinates = dim_coordinates(shape, splits)
-    part = values
-    for dim, rows in enumerate(coordinates):
-        part = part.narrow(dim, rows.start, len(rows))
-    inverse = [memory_dims.index(dim) for dim in range(len(shape))]
-    part = part.permute(memory_dims).contiguous().permute(inverse)
-    index = index_map(shape, coordinates, memory_dims)
-    yield Shard("w", values, part, None, shape, index)
-    in_memory = values.permute(memory_dims).contiguous()
-    stride = in_memory.permute(inverse).stride()
-    first = generator.randrange(values.numel())
-    last = generator.randrange(first, values.numel() + 1)
-    run = in_memory.reshape(-1)[first:last]
-    yield Shard("w", values, run, None, shape, run_index_map(shape, stride, first), is_run=True)
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,15 +1,21 @@
 """Least squares for kept weights in one process: against elimination, and exact cases."""
 
+import random
 import re
 from contextlib import nullcontext
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import distprune as prune
+from distprune.base.blocks import WeightLayout
+from distprune.reconstruction import positions_of
 from distprune.statistics import GramMatrices
 from helpers.least_squares import gram_of, reconstructed
+from helpers.virtual_ranks import shards_of
 
 
 class Experts(nn.Module):
@@ -241,3 +247,28 @@ def test_the_weight_has_a_graph_afterwards(damping):
     assert torch.equal(layer.weight, layer.weight_orig * layer.weight_mask)
     layer.weight.sum().backward()
     assert torch.equal(layer.weight_orig.grad, layer.weight_mask)
+
+
+LAYOUTS = [
+    WeightLayout("linear", (5, 6)),
+    WeightLayout("conv1d_of_transformers", (5, 6)),
+    WeightLayout("convolution", (4, 3, 2, 2)),
+    WeightLayout("convolution", (4, 3, 5), groups=2),
+    WeightLayout("experts", (4, 3, 5)),
+    WeightLayout("transposed_experts", (3, 1, 4)),
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.integers(0, 10**6))
+def test_the_positions_of_rows_and_columns_on_any_shard(layout, seed):
+    generator, shape = random.Random(seed), torch.Size(layout.shape)
+    index = torch.arange(shape.numel()).view(shape)
+    memory_dims = generator.sample(range(len(shape)), len(shape))
+    by_row = (index.mT if layout.is_transposed else index).reshape(layout.num_outputs, -1)
+    for shard in shards_of(index, memory_dims, generator):
+        rows, columns = positions_of(shard, layout)
+        at = rows.view(-1, 1) + columns
+        is_here = (at >= 0) & (at < shard.values.numel())
+        assert int(is_here.sum()) == shard.values.numel()
+        assert torch.equal(shard.flat_values[at[is_here]], by_row[is_here])
