@@ -29,7 +29,6 @@ from equal_modules import (
     fill_distinct,
     first_output,
     on_both,
-    snapshot,
     twin,
 )
 from hypothesis import given, settings
@@ -38,6 +37,7 @@ from sampled_calls import GOOD_AMOUNTS, OFTEN, STABLE, Step, modules, seeds, ste
 from torch import Tensor, nn
 
 import distprune
+from helpers.comparisons import snapshot
 from helpers.sampling import num_examples
 
 

@@ -8,22 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
-from equal_modules import (
-    HALF,
-    assert_same_modules,
-    bits,
-    distinct,
-    fill_distinct,
-    on_both,
-    snapshot,
-    twin,
-)
+from equal_modules import HALF, assert_same_modules, distinct, fill_distinct, on_both, twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampled_calls import BAD_AMOUNTS, GOOD_AMOUNTS, STABLE
 from torch import nn
 
 import distprune
+from helpers.comparisons import bits, snapshot
 from helpers.sampling import num_examples
 
 PLACES = [(0, "weight"), (0, "bias"), (1, "weight"), (2, "weight"), (2, "bias")]

@@ -1,16 +1,20 @@
 """Pruning sends kilobytes; a pruned model sends what the dense one sends and keeps no more."""
 
+from collections import Counter
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
-from helpers.models import EVEN_HIDDEN, Net, fill, seeded
+from helpers.models import EVEN_HIDDEN, Net, fill, seeded, target
 
 
 def prune_weights(model: nn.Module, amount: float = 0.5, weights: bool = True):
@@ -184,3 +188,119 @@ def test_fsdp_frees_as_much_after_forward_as_without_masks(wrapping, bf16):
     assert run_ranks(kept_between_forward_and_backward, size, wrapping, True, bf16) == dense
     if wrappings.kind_of(wrapping) in ("fsdp1", "fsdp2"):  # less than one layer
         assert max(dense) < 64 * 128 * (2 if bf16 else 4)
+
+
+# A forward of a pruned model launches the kernels of the dense one, and a product per mask.
+
+
+SIZES = (8, 16, 16, 8)  # that no rank has to pad
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that run on elements: no views, and no memory that is only taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        is_view = any(argument.alias_info is not None for argument in func._schema.arguments)
+        writes = func._schema.is_mutable
+        if (writes or not is_view) and "empty" not in name and func.namespace == "aten":
+            self.counts[name] += 1
+        return result
+
+
+def kernels_of_forward(wrapping: str, is_pruned: bool) -> dict[str, int]:
+    model = wrappings.wrap(fill(Net(SIZES), "normal", "float32"), wrapping)
+    if is_pruned:
+        layers = [target(wrappings.unwrapped(model), f"l{i}.weight") for i in (1, 2, 3)]
+        prune.global_unstructured(layers, prune.L1Unstructured, amount=0.5)
+    x = torch.ones(4, 8)
+    model(x).sum().backward()  # the first one sets wrappers up
+    with Kernels() as kernels:
+        model(x)
+    return dict(kernels.counts)
+
+
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2", "tp-2", "fsdp2_tp-2x2"])
+def test_a_product_per_mask_is_all_that_is_added(wrapping):
+    size = wrappings.world_size(wrapping)
+    dense = run_ranks(kernels_of_forward, size, wrapping, False)
+    pruned = run_ranks(kernels_of_forward, size, wrapping, True)
+    for of_dense, of_pruned in zip(dense, pruned, strict=True):
+        added = Counter(of_pruned) - Counter(of_dense)
+        assert added in ({"mul": 3}, {"masked_fill_": 3}, {})
+
+
+# torch.compile: a pruned model breaks no graph that the dense one does not.
+
+
+WRAPPINGS = ["plain-1", "ddp-2", "fsdp2-2", "fsdp2_root-2", "tp-2", "fsdp2_tp-1x2"]
+NUM_PRUNINGS = 3
+
+
+def graphs(wrapping: str) -> list[tuple[str, int, list[int]]]:
+    """Graph breaks, and the number of graphs after each step: dense, pruned, pruned each time."""
+    from torch._dynamo.utils import counters
+
+    results = []
+    for how in ("dense", "pruned", "pruned again"):
+        torch._dynamo.reset()
+        counters.clear()
+        model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
+        compiled = torch.compile(model, backend="eager")
+        layers = [target(wrappings.unwrapped(model), f"l{i}.weight") for i in (1, 2, 3)]
+        num_graphs = []
+        for step in range(NUM_PRUNINGS):
+            if how == "pruned again" or (how == "pruned" and step == 0):
+                prune.global_unstructured(layers, prune.L1Unstructured, amount=0.2)
+            compiled(torch.ones(4, 6)).square().mean().backward()
+            num_graphs.append(counters["stats"]["unique_graphs"])
+        results.append((how, sum(counters["graph_break"].values()), num_graphs))
+    torch._dynamo.reset()
+    return results
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_no_graph_breaks_are_added(wrapping):
+    for dense, pruned, again in run_ranks(graphs, wrappings.world_size(wrapping), wrapping):
+        assert pruned[1:] == dense[1:]
+        assert again[1] == dense[1]
+        # Compiled once more for the second pruning, whose hook is of another class, and no more.
+        assert again[2][-1] <= 2 * dense[2][-1]
+        assert again[2][1:] == [again[2][1]] * (NUM_PRUNINGS - 1)
+
+
+def bytes_of_buffers(pruned: bool) -> list[int]:
+    """What compiled DDP broadcasts at each forward."""
+    model = nn.parallel.DistributedDataParallel(seeded(WithBatchNorm()))
+    if pruned:
+        linear = model.module.linear
+        prune.global_unstructured([(linear, "weight")], prune.L1Unstructured, amount=0.5)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    sizes, broadcast = [], dist._broadcast_coalesced
+
+    @torch.compiler.disable
+    def count(group, tensors, *arguments):
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+        return broadcast(group, tensors, *arguments)
+
+    dist._broadcast_coalesced = count
+    try:
+        for _ in range(3):
+            compiled(torch.randn(4, 6)).sum().backward()
+    finally:
+        dist._broadcast_coalesced = broadcast
+        torch._dynamo.reset()
+    return sizes
+
+
+def test_compiled_ddp_does_not_broadcast_masks():
+    dense, pruned = (run_ranks(bytes_of_buffers, 2, each) for each in (False, True))
+    assert len(dense[0]) == 3 and min(dense[0]) >= 2 * 50 * 4
+    for before, after in zip(dense, pruned, strict=True):
+        assert after[1:] == before[1:]  # the first forward tells DDP

@@ -1,7 +1,6 @@
 """Zeros are held in shards, whoever writes them: optimizers, loaders, averages.
 
-That training with them is that of one process with zeros: test_training.py. torch.compile:
-test_compile.py.
+That training with them is that of one process with zeros: test_training.py.
 """
 
 import tempfile

@@ -2,22 +2,23 @@
 
 A row is a model, its data, and operations one after the other; after each, the oracle of
 helpers/random_sequences compares masks, values, reports and outputs. A new wrapping is a name in
-WRAPPINGS, and a new operation a row: each is tested with all of the other kind. In any order they
-are in test_sequences.py.
+WRAPPINGS, and a new operation a row: each is tested with all of the other kind; at last in any
+order.
 """
 
 import math
 import random
 from dataclasses import replace
 from itertools import product
+from operator import itemgetter
 
 import pytest
 
 from helpers import wrappings
-from helpers.models import DATA, DTYPES, EVEN, UNEVEN, fqns
+from helpers.models import DATA, DTYPES, EVEN, EVEN_HIDDEN, UNEVEN, fqns
 from helpers.random_sequences.plans import FAMILIES, TIED_KINDS, Operation, Plan, do
 from helpers.random_sequences.plans import global_l1 as l1
-from helpers.random_sequences.run import assert_nothing_differs
+from helpers.random_sequences.run import assert_nothing_differs, run_together, shrunk
 from helpers.sampling import THOROUGH, every
 
 # Every kind, every number of ranks, uneven and empty shards, more and fewer ranks than rows.
@@ -296,3 +297,46 @@ def test_nested_uneven_shards(wrapping):
     operations = (l1(0.3, EVERYTHING), l1(0.5, EVERYTHING))
     plan = Plan(0, "net", UNEVEN, "bfloat16", "equal", wrapping, "sgd", operations)
     assert_nothing_differs([replace(plan, sizes=(6, rows, 5, 3)) for rows in (1, 9, 11)])
+
+
+# The operations of test_operations.py in any order, on 1 to 3 ranks, beside one process.
+
+
+# Batches of sequences that share a world size, and a process group.
+WORLD_SIZES = (2, 3, 1, 2, 3) * 4 if THOROUGH else (2, 3)
+NUM_SEQUENCES = 25 if THOROUGH else 5
+WRAPPINGS_OF_SEQUENCES = [*wrappings.TRAINED, *wrappings.FSDP2_DIM1]
+
+
+def draw(seed: int, world_size: int) -> Plan:
+    chosen = random.Random(seed)
+    sizes = chosen.choice([UNEVEN, EVEN_HIDDEN, EVEN])
+    possible = (sizes, UNEVEN) if sizes == EVEN_HIDDEN else (UNEVEN, EVEN_HIDDEN, EVEN)
+    fitting = [
+        name
+        for name in WRAPPINGS_OF_SEQUENCES
+        if wrappings.world_size(name) == world_size
+        and wrappings.runnable_sizes(name) in ([UNEVEN] if sizes == UNEVEN else possible)
+    ]
+    family, number = chosen.choice(["net", "norm"]), chosen.randrange(100)
+    rows = [
+        *ranked_globally(number), *single(number), *segments(number, family, sizes),
+        *chosen_masks(number), *life(number, sizes, chosen.choice(fitting)),
+    ]  # fmt: skip
+    pool = [operation for operations in map(itemgetter(3), rows) for operation in operations]
+    data, dtype = chosen.choice(DATA[:-1]), chosen.choice(["float32", "bfloat16", "float64"])
+    operations = chosen.sample(pool, chosen.randint(4, 12))
+    optimizer = chosen.choice(["adamw", "sgd"])
+    made = family, sizes, dtype, data, chosen.choice(fitting), optimizer
+    return Plan(seed, *made, tuple(operations))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)  # a batch that hangs is run again, one by one
+@pytest.mark.parametrize("number", range(len(WORLD_SIZES)))
+def test_every_operation_does_what_it_does_in_one_process(number):
+    seeds = range(number * NUM_SEQUENCES, (number + 1) * NUM_SEQUENCES)
+    outcomes = run_together([draw(seed, WORLD_SIZES[number]) for seed in seeds])
+    wrong = [outcome for outcome in outcomes if outcome.wrong]
+    assert not wrong, f"{len(wrong)} differ, among them {shrunk(wrong[0])}"[:10000]
+    assert sum(outcome.operations.total() for outcome in outcomes) >= 4 * len(outcomes)

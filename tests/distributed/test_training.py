@@ -4,8 +4,6 @@ Plans of helpers/random_sequences, which compares outputs, gradients, weights an
 step. The plain case runs on every wrapper and world size: it is the support matrix.
 """
 
-import copy
-import pickle
 from itertools import product
 
 import pytest
@@ -172,11 +170,3 @@ def mask_of_another_layout() -> str:
 def test_forward_raises_where_masks_cannot_act():
     for replaced in run_ranks(mask_of_another_layout, 2):
         assert "Linear.weight was replaced" in replaced and "custom_from_mask" in replaced
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_keep_their_own_masks(clone):
-    layer = prune.l1_unstructured(torch.nn.Linear(6, 4), "weight", 0.5)
-    twin = clone(layer).double()
-    assert layer.weight_mask.dtype is torch.float32
-    assert torch.equal(twin.weight_mask, layer.weight_mask.double())

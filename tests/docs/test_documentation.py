@@ -3,8 +3,10 @@
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from examples_of_pages import DOCS, ROOT, pages
@@ -14,6 +16,7 @@ from helpers.forked_scripts import run_forked
 
 sys.path.insert(0, str(DOCS))
 
+import draw_pictures
 import help_of_commands
 import session_of_commands
 
@@ -98,3 +101,85 @@ def test_lines_of_code_blocks_fit_the_pages():
             for line in block.splitlines():
                 assert len(line) <= 106, (page, line)
     assert max(help_of_commands.WIDTH, session_of_commands.WIDTH) <= 106
+
+
+# The diffs of docs/extending.md apply to the package, touch few files, and do what they say.
+
+
+DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+OPTION = """
+from torch import nn
+from distprune.recipes import Recipe
+from distprune.schedule import ScheduledPruner
+recipe = Recipe(sparsity=0.5, verify_every=3)
+assert recipe.as_values()["verify_every"] == 3
+assert ScheduledPruner.from_recipe(nn.Linear(4, 4), recipe)._verify_every == 3
+assert "verify_every" not in Recipe(sparsity=0.5).as_values()
+"""
+SCORE = """
+import torch
+import distprune as prune
+layer = torch.nn.Linear(4, 1)
+layer.weight.data = torch.tensor([[0.0, 1.0, -1.0, 1.5]])
+prune.global_unstructured([(layer, "weight")], prune.FarFromOne, amount=2)
+assert layer.weight_mask.tolist() == [[0, 1, 0, 1]]
+"""
+
+
+def test_the_diffs_apply_and_work(tmp_path):
+    shutil.copytree(Path(distprune.__file__).parent, tmp_path / "distprune")
+    for diff in DIFFS:
+        subprocess.run(["git", "apply", "-"], input=diff, text=True, check=True, cwd=tmp_path)
+        assert 1 < diff.count("\n+++ ") + diff.startswith("+++ ") <= 3
+    assert len(DIFFS) == 2
+    command = [sys.executable, "-c", OPTION + SCORE]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+# The pictures of the pages show the committed results.
+
+
+@pytest.mark.parametrize("name", draw_pictures.PICTURES)
+def test_a_picture_is_what_the_command_draws(name):
+    drawn = str(draw_pictures.PICTURES[name]())
+    assert (draw_pictures.FOLDER / name).read_text(encoding="utf-8") == drawn, (
+        "run `python docs/draw_pictures.py`"
+    )
+
+
+def test_every_picture_is_on_a_page_with_a_text_in_its_place():
+    shown = set()
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        for words, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text):
+            file = (page.parent / target).resolve()
+            assert file.is_file(), (page, target)
+            assert len(words.split()) >= 8, f"{page}: {target} needs an alternative text"
+            shown.add(file)
+    assert shown == set(draw_pictures.FOLDER.iterdir()), (ROOT, shown)
+
+
+def test_figures_of_the_readme_are_those_of_the_results():
+    """Its sentence on perplexity has a test of its own (test_language_model_table.py)."""
+    table = draw_pictures.table_of_performance(
+        "One process, 100.0M float32 weights in 111 tensors, amount 0.5"
+    )
+    torch, call, ranking = (
+        next(row for row in table if row[""] == name)
+        for name in (
+            "torch.nn.utils.prune, the whole call",
+            "distprune, the whole call",
+            "distprune, ranking and masks",
+        )
+    )
+    (ranks,) = draw_pictures.measured_on([2])
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for text in (
+        f"{torch['extra B/element']:.0f} bytes of extra memory per weight",
+        f"yes, {ranking['extra B/element']:.2f} bytes",
+        f"a global pruning is {torch['ms'] / call['ms']:.0f} times faster than torch's",
+        f"and {ranks['times']:.0f} times faster than gathering on 2 ranks of FSDP2",
+        f"{ranks['extra bytes per local element']:.2f} to {ranking['extra B/element']:.2f} bytes",
+    ):
+        assert text in readme, text

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from distprune.base.schedules import OneShot
+from distprune.files.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.planning import plan
+from distprune.files.selecting import select_tensors
 from distprune.recipes import Recipe
 from helpers import tiny_checkpoints
 from helpers.recipes import raw_recipe
+from helpers.tiny_checkpoints import save
 
 M = torch.ones(4, 8)
 LLAMA = {
@@ -121,3 +124,124 @@ def test_the_digest_knows_everything_that_decides_the_output(tmp_path):
     (source / "config.json").write_text("{ }")
     digests.add(plan(source, raw_recipe(0.5)).digest)
     assert len(digests) == 3 and plan(source, raw_recipe(0.5)).digest in digests
+
+
+# Heads, adapters and other two-dimensional tensors that are not weights of layers stay dense.
+
+
+HEAD = "the output head"
+TABLE = "a table of relative positions"
+LEARNED = "a learned input"
+KEPT = {
+    "classifier.weight": HEAD, "classifier.out_proj.weight": HEAD, "score.weight": HEAD,
+    "head.weight": HEAD, "model.head.fc.weight": HEAD, "cls.predictions.transform.weight": HEAD,
+    "qa_outputs.weight": HEAD, "lm_head.dense.weight": HEAD, "pre_classifier.weight": HEAD,
+    "output.weight": HEAD, "fc.weight": HEAD, "proj_out.weight": HEAD, "embed_out.weight": HEAD,
+    "v_head.summary.weight": HEAD, "pred_layer.proj.weight": HEAD, "decoder_pred.weight": HEAD,
+    "block.0.SelfAttention.relative_attention_bias.weight": TABLE,
+    "layer.0.relative_position_bias_table": TABLE, "blocks.0.attn.rel_pos_h": TABLE,
+    "layers.0.attention_biases": TABLE,
+    "pos_embed": "an embedding", "vit.embeddings.position_embeddings": "an embedding",
+    "model.patch_conv.weight": "an embedding", "transformer.w.weight": "an embedding",
+    "mixer.A_log": "the constants of a state space", "mixer.D": "the constants of a state space",
+    "mixer.dt_bias": "a bias", "attn.bias_u": "a bias", "attn.r_w_bias": "a bias",
+    "mask_tokens.weight": LEARNED, "query_tokens": LEARNED, "resampler.latents": LEARNED,
+    "base.layers.0.q.lora_A.weight": "part of an adapter",
+    "base.layers.0.q.lora_B.default.weight": "part of an adapter",
+    "layers.0.mlp.w1.weight_scale": "scales of quantised weights",
+}  # fmt: skip
+PRUNED = [
+    "attention.self.query.weight", "attn.q_head.weight", "cross_attn_image_to_token.q_proj.weight",
+    "roberta_prelayernorm.encoder.layer.0.output.dense.weight", "layers.0.fc.weight",
+    "blocks.0.norm_attn_norm.attn.Wqkv.weight", "layers.0.output.weight", "inject_scale.map.weight",
+    "layers.0.attn.proj_out.weight", "mlp.d.weight", "encoder.layers.0.w.weight", "pooler.weight",
+    "shared_expert.up_proj.weight", "layers.0.gate_proj.weight", "heads.0.key.weight",
+]  # fmt: skip
+
+
+def test_names(tmp_path):
+    tensors = {name: torch.ones(4, 4) for name in [*KEPT, *PRUNED]}
+    source = save(tmp_path / "source", tensors)
+    verdicts, _ = select_tensors(open_checkpoint(source), raw_recipe(0.5))
+    found = {entry.name: reason for entry, _, reason in verdicts}
+    assert {name: found[name] for name in KEPT} == KEPT
+    assert {name: found[name] for name in PRUNED} == dict.fromkeys(PRUNED, "")
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((8,), "fewer than 2 dimensions"),
+        ((1, 8), "fewer than 2 dimensions that are larger than 1"),
+        ((8, 1), "fewer than 2 dimensions that are larger than 1"),
+        ((1, 1, 8), "fewer than 2 dimensions that are larger than 1"),
+        ((8, 1, 1, 1), "fewer than 2 dimensions that are larger than 1"),
+        ((8, 1, 4), "a convolution of single channels"),
+        ((8, 1, 3, 3), "a convolution of single channels"),
+        ((8, 2, 4), ""),
+        ((1, 8, 4), ""),
+        ((2, 2), ""),
+    ],
+)
+def test_shapes(tmp_path, shape, reason):
+    source = save(
+        tmp_path / "source", {"a.weight": torch.ones(shape), "b.weight": torch.ones(4, 4)}
+    )
+    verdicts, _ = select_tensors(open_checkpoint(source), raw_recipe(0.5))
+    assert [reason for *_, reason in verdicts] == [reason, ""]
+    # Named one by one they are pruned; the number of dimensions is asked for on its own.
+    for recipe in ({"include": ("*",)}, {"also": ("a",)}):
+        verdicts, _ = select_tensors(open_checkpoint(source), raw_recipe(0.5, min_ndim=1, **recipe))
+        assert [reason for *_, reason in verdicts] == ["", ""]
+
+
+ADAPTER = {
+    "base_model.model.layers.0.q_proj.lora_A.weight": torch.ones(2, 8),
+    "base_model.model.layers.0.q_proj.lora_B.weight": torch.ones(8, 2),
+}
+OTHER_ADAPTER = {"base_model.model.layers.0.q_proj.weight": torch.ones(8, 8)}
+
+
+def make_adapter(folder, tensors=ADAPTER):
+    source = save(folder, tensors)
+    (source / "model.safetensors").rename(source / "adapter_model.safetensors")
+    (source / "config.json").unlink()
+    (source / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    return source
+
+
+@pytest.mark.parametrize("tensors", [ADAPTER, OTHER_ADAPTER])
+def test_an_adapter_is_refused_unless_it_is_asked_for(tmp_path, tensors):
+    source = make_adapter(tmp_path / "source", tensors)
+    with pytest.raises(SelectionError) as error:
+        plan(source, raw_recipe(0.5))
+    problem = str(error.value)
+    assert "is an adapter (adapter_config.json" in problem and "Merge it into its model" in problem
+    assert plan(source, raw_recipe(0.5, include=("*",))).num_elements > 0
+
+
+def test_factors_without_a_config_are_refused_too(tmp_path):
+    source = save(tmp_path / "source", ADAPTER)
+    with pytest.raises(SelectionError, match="names such as lora_A"):
+        plan(source, raw_recipe(0.5))
+    assert plan(source, raw_recipe(0.5, also=("*.lora_?",))).num_elements == 32
+
+
+def test_a_model_with_adapters_inside_is_pruned_without_them(tmp_path):
+    source = save(
+        tmp_path / "source", ADAPTER | {"layers.0.q_proj.base_layer.weight": torch.ones(8, 8)}
+    )
+    (source / "adapter_config.json").write_text("{}")
+    assert plan(source, raw_recipe(0.5)).num_elements == 64
+
+
+def test_an_exclude_that_matches_nothing_is_a_warning(tmp_path):
+    source = save(tmp_path / "source", {"a.weight": torch.ones(4, 4)})
+    found = plan(source, raw_recipe(0.5, exclude=("lm_head", "re:b.*")))
+    assert [warning.split(" matches")[0] for warning in found.warnings] == [
+        "exclude: 'lm_head'",
+        "exclude: 're:b.*'",
+    ]
+    assert not plan(source, raw_recipe(0.5)).warnings
+    with pytest.raises(SelectionError, match="include: 'b' matches none"):
+        plan(source, raw_recipe(0.5, include=("b",), exclude=("c",)))

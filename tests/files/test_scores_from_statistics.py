@@ -1,5 +1,7 @@
 """Masks by every score, scaled or not: of files as of models, bit for bit."""
 
+import os
+import shutil
 import warnings
 
 import numpy as np
@@ -10,11 +12,11 @@ from torch import nn
 import distprune
 from distprune import budgets
 from distprune.files import planning, pruning
-from distprune.files.errors import CheckpointError, NaNError
+from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.mask_files import open_masks, read_keep
 from distprune.files.statistics_file import StoredStatistics, WeightLayout, write_statistics
 from distprune.files.verifying import verify
-from distprune.recipes import Recipe
+from distprune.recipes import Recipe, load_recipe
 from distprune.schedule import ScheduledPruner
 from distprune.statistics import ActivationStatistics, GradientStatistics
 from distprune.testing import run_ranks
@@ -22,6 +24,7 @@ from helpers import tiny_checkpoints
 from helpers.recipes import raw_recipe
 from helpers.sampling import every
 from helpers.small_chunks import small_chunks
+from helpers.tiny_checkpoints import save, tree_digest
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 EXCLUDED = "layers.4"  # has no statistics
@@ -294,3 +297,358 @@ def test_fp64_that_cannot_be_divided_exactly_is_refused_by_name(tmp_path, value)
     source = tiny_checkpoints.save(tmp_path / "source", {"0.weight": weight})
     with pytest.raises(CheckpointError, match=text):
         pruning.prune(planning.plan(source, raw_recipe(0.5, normalize="l2")), tmp_path / "target")
+
+
+# Statistics and given scores: whose they are, what is refused, and what a result keeps of them.
+
+
+RUN = ("distprune/report.json",)
+NAMES = [f"model.layers.{n}.fc.weight" for n in range(4)]
+
+
+def weights():
+    g = torch.Generator().manual_seed(0)
+    return {name: torch.randn(16, 24, generator=g) for name in NAMES}
+
+
+@pytest.fixture
+def source(tmp_path):
+    return save(tmp_path / "source", weights())
+
+
+def write(path, names=NAMES, shape=(16, 24), num_tokens=100, layout="linear", factor=1.0):
+    draws = np.random.default_rng(0)
+    parameters = {}
+    for name in names:
+        weight = WeightLayout(layout, shape)
+        sums, squares = draws.random((2, *weight.input_shape)) * 50 * factor
+        parameters[name] = StoredStatistics(weight, num_tokens, sums, squares)
+    write_statistics(path, "sequential", parameters)
+    return str(path)
+
+
+@pytest.fixture
+def statistics(tmp_path):
+    return write(tmp_path / "statistics.safetensors")
+
+
+@pytest.fixture
+def scores(tmp_path):
+    g = torch.Generator().manual_seed(1)
+    return save(tmp_path / "scores", {name: torch.randn(16, 24, generator=g) for name in NAMES})
+
+
+def wanda(statistics, **more):
+    return raw_recipe(0.5, score="wanda", statistics=statistics, **more)
+
+
+def test_a_result_is_verified_without_the_original_statistics(source, statistics, tmp_path):
+    target = tmp_path / "target"
+    report = pruning.prune(planning.plan(source, wanda(statistics, normalize="rms")), target)
+    kept = target / "distprune" / "statistics.safetensors"
+    with open(statistics, "rb") as file:
+        assert kept.read_bytes() == file.read()
+    assert report.inputs["statistics"]["mode"] == "sequential"
+    assert report.inputs["statistics"]["count"] == 100
+    assert len(report.inputs["statistics"]["sha256"]) == 64
+    card = (target / "README.md").read_text()
+    assert "score: wanda" in card.replace('"', "")
+    assert str(tmp_path) not in card + (target / "distprune" / "recipe.yaml").read_text()
+    os.remove(statistics)
+    shutil.move(target, tmp_path / "moved")
+    moved = tmp_path / "moved"
+    assert verify(moved, source).is_good
+    again = load_recipe(moved / "distprune" / "recipe.yaml")
+    pruning.prune(planning.plan(source, again), tmp_path / "again")
+    assert tree_digest(tmp_path / "again", RUN) == tree_digest(moved, RUN)
+    write(moved / "distprune" / "statistics.safetensors", factor=np.linspace(0.01, 1, 24))
+    assert not verify(moved, source).is_good
+
+
+def test_given_scores_are_needed_again_to_verify(source, scores, tmp_path):
+    target = tmp_path / "target"
+    recipe = raw_recipe(0.5, score="given", scores=str(scores))
+    pruning.prune(planning.plan(source, recipe), target)
+    assert str(tmp_path) not in (target / "distprune" / "report.json").read_text()
+    with pytest.raises(CheckpointError, match="--scores"):
+        verify(target, source)
+    copy = shutil.copytree(scores, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert verify(target, source, scores=copy).is_good
+    other = weights()
+    other[NAMES[0]] = -other[NAMES[0]] + 1
+    assert not verify(target, source, scores=save(tmp_path / "other", other)).is_good
+    magnitudes = tmp_path / "magnitudes"
+    pruning.prune(planning.plan(source, raw_recipe(0.5)), magnitudes)
+    with pytest.raises(CheckpointError, match="leave --scores out"):
+        verify(magnitudes, source, scores=scores)
+
+
+@pytest.mark.parametrize("kind", ["statistics", "scores"])
+def test_a_run_continues_with_the_same_inputs_only(
+    source, statistics, scores, tmp_path, monkeypatch, kind
+):
+    recipe = wanda(statistics, normalize="rms")
+    if kind == "scores":
+        recipe = raw_recipe(0.5, score="given", scores=str(scores))
+    plan = planning.plan(source, recipe)
+    pruning.prune(plan, tmp_path / "whole")
+    target = tmp_path / "target"
+    with monkeypatch.context() as patch:
+        patch.setattr(pruning, "check_unchanged", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pruning.prune(plan, target)
+    copied = tmp_path / "elsewhere.safetensors"
+    if kind == "statistics":  # another path, but the same bytes
+        shutil.copyfile(statistics, copied)
+        plan = planning.plan(source, wanda(str(copied), normalize="rms"))
+    said = []
+    pruning.prune(plan, target, tell=said.append)
+    assert "Resuming" in said[0]
+    assert tree_digest(target, RUN) == tree_digest(tmp_path / "whole", RUN)
+    if kind == "statistics":
+        changed = wanda(write(copied, factor=2.0), normalize="rms")
+    else:
+        file = scores / "model.safetensors"
+        os.utime(file, ns=(0, 12345))
+        changed = recipe
+    assert planning.plan(source, changed).digest != plan.digest
+
+
+def problems_of(source, recipe):
+    with pytest.raises(SelectionError) as error:
+        planning.plan(source, recipe)
+    return str(error.value)
+
+
+def test_tensors_without_statistics_are_named(source, tmp_path):
+    path = write(tmp_path / "some.safetensors", NAMES[:2])
+    text = problems_of(source, wanda(path))
+    assert f"no statistics of {NAMES[2]}, but of {NAMES[0]}" in text
+    assert "exclude the tensor" in text
+    assert planning.plan(source, wanda(path, exclude=("*.2.*", "*.3.*"))).num_elements == 768
+
+
+def test_statistics_of_another_weight_are_refused(source, tmp_path):
+    path = write(tmp_path / "a.safetensors", shape=(24, 16))
+    assert f"{NAMES[0]} has the shape [16, 24]" in problems_of(source, wanda(path))
+    path = write(tmp_path / "b.safetensors", layout="conv1d_of_transformers")
+    text = problems_of(source, wanda(path, scope="row"))
+    assert "inputs are along the dimensions [0]" in text and "input_dims" in text
+    assert planning.plan(source, wanda(path, scope="row", input_dims={"*": 0})).num_to_prune
+
+
+def test_statistics_of_no_token_are_a_warning(source, tmp_path):
+    path = write(tmp_path / "more.safetensors", [*NAMES, "model.other.weight"], num_tokens=0)
+    (text,) = planning.plan(source, wanda(path)).warnings
+    assert f"no token came to {NAMES[0]}" in text and "matrices): these are ranked by" in text
+
+
+def test_scores_that_do_not_fit_are_named(source, tmp_path):
+    right = {name: torch.ones(16, 24) for name in NAMES}
+    cases = {
+        "F32 [24, 16] of": right | {NAMES[1]: torch.ones(24, 16)},
+        "I64 [16, 24] of": right | {NAMES[1]: torch.ones(16, 24, dtype=torch.int64)},
+        "has no scores of": {name: right[name] for name in NAMES if name != NAMES[1]},
+    }
+    for number, (text, wrong) in enumerate(cases.items()):
+        scores = save(tmp_path / str(number), wrong)
+        found = problems_of(source, raw_recipe(0.5, score="given", scores=scores))
+        assert text in found and NAMES[1] in found
+
+
+def test_a_plan_counts_the_bytes_of_scores_that_are_still_to_be_made(tmp_path):
+    """They have 32 bits, whatever the weights have."""
+    source = save(tmp_path / "source", {n: value.bfloat16() for n, value in weights().items()})
+    recipe = raw_recipe(0.5, score="taylor")
+    made = planning.plan(source, recipe, awaits_statistics=True)
+    assert planning.bytes_to_count(made) == 4 * made.num_elements
+
+
+@pytest.mark.parametrize("more", [{}, {"normalize": "rms"}, {"scope": "row"}, {"scope": "layer"}])
+def test_nan_and_infinities(source, tmp_path, more):
+    values = weights()
+    values[NAMES[1]][2, 3] = float("nan")
+    scores = save(tmp_path / "scores", values)
+    recipe = raw_recipe(0.5, score="given", scores=scores, **more)
+    with pytest.raises(NaNError, match=f"NaN in the scores of {NAMES[1]};.*Repair"):
+        pruning.prune(planning.plan(source, recipe), tmp_path / "target")
+    if more == {"normalize": "rms"}:
+        values[NAMES[1]][2, 3] = float("inf")
+        recipe = raw_recipe(0.5, score="given", scores=save(tmp_path / "inf", values), **more)
+        with pytest.raises(CheckpointError, match=f"{NAMES[1]} has infinite scores"):
+            pruning.prune(planning.plan(source, recipe), tmp_path / "target")
+
+
+def test_inputs_that_change_during_a_run_are_noticed(source, statistics, tmp_path):
+    plan = planning.plan(source, wanda(statistics))
+    write(statistics, factor=3.0)
+    with pytest.raises(CheckpointError, match="has changed"):
+        pruning.prune(plan, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+E, INNER, H = 3, 10, 12
+LAYER = "model.layers.0.mlp.experts"
+GATE_UP, DOWN = (E, 2 * INNER, H), (E, H, INNER)
+
+
+def stored(shape, layout="experts", counts=(5, 9, 2)):
+    draws = np.random.default_rng(shape[1])
+    weight = WeightLayout(layout, shape)
+    sums, squares = draws.random((2, *weight.input_shape)) * 50
+    return StoredStatistics(weight, counts, sums, squares)
+
+
+def fused(stem=LAYER, **changes):
+    return {
+        f"{stem}.gate_up_proj": stored(GATE_UP, **changes),
+        f"{stem}.down_proj": stored(DOWN, **changes),
+    }
+
+
+def separate(stem=LAYER, num_experts=E, hidden=INNER):
+    g = torch.Generator().manual_seed(0)
+    shapes = {"gate_proj": (hidden, H), "up_proj": (hidden, H), "down_proj": (H, hidden)}
+    return {
+        f"{stem}.{expert}.{own}.weight": torch.randn(shape, generator=g)
+        for expert in range(num_experts)
+        for own, shape in shapes.items()
+    }
+
+
+def plan_of(tmp_path, tensors, statistics, **more):
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    source = save(folder / "source", tensors)
+    write_statistics(folder / "statistics", "one_pass", statistics)
+    recipe = raw_recipe(0.5, score="wanda", statistics=str(folder / "statistics"), **more)
+    return planning.plan(source, recipe)
+
+
+def problems_of_experts(tmp_path, tensors, statistics, **more):
+    with pytest.raises(SelectionError) as error:
+        plan_of(tmp_path, tensors, statistics, **more)
+    return str(error.value)
+
+
+def test_a_gate_without_a_partner_is_all_of_its_parameter(tmp_path):
+    """As of Nemotron-H, whose experts have no gate."""
+    tensors = {n: t for n, t in separate().items() if "gate" not in n}
+    statistics = {f"{LAYER}.up_proj": stored((E, INNER, H)), f"{LAYER}.down_proj": stored(DOWN)}
+    assert len(plan_of(tmp_path, tensors, statistics).statistics.of_tensor) == 6
+    statistics[f"{LAYER}.up_proj"] = stored(GATE_UP)
+    text = problems_of_experts(tmp_path, tensors, statistics)
+    assert f"{LAYER}.0.up_proj.weight has the shape" in text
+
+
+@pytest.mark.parametrize("kind", ["experts", "hidden", "layout"])
+def test_statistics_of_other_experts_are_refused_by_name(tmp_path, kind):
+    tensors, statistics = separate(), fused()
+    if kind == "experts":
+        tensors = separate(num_experts=4)
+    elif kind == "hidden":
+        tensors = separate(hidden=INNER // 2)
+    else:
+        linear = StoredStatistics(WeightLayout("linear", GATE_UP[1:]), 5, np.ones(H), np.ones(H))
+        statistics[f"{LAYER}.gate_up_proj"] = linear
+    text = problems_of_experts(tmp_path, tensors, statistics)
+    assert f"{LAYER}.{3 if kind == 'experts' else 0}." in text and "has the shape" in text
+
+
+def test_experts_that_saw_no_token_are_named(tmp_path):
+    (warning,) = plan_of(tmp_path, separate(), fused(counts=(5, 0, 2))).warnings
+    assert warning.startswith(f"no token came to {LAYER}.1.down_proj.weight, {LAYER}.1.gate_proj")
+    whole = {f"{LAYER}.gate_up_proj": torch.ones(GATE_UP), f"{LAYER}.down_proj": torch.ones(DOWN)}
+    (warning,) = plan_of(tmp_path, whole, fused(counts=(5, 0, 0))).warnings
+    assert f"no token came to {LAYER}.down_proj (experts 1, 2), {LAYER}.gate_up_proj" in warning
+    assert "(4 of 6 matrices)" in warning
+    (warning,) = plan_of(tmp_path, whole, fused(counts=(0, 0, 0))).warnings
+    assert f"no token came to {LAYER}.down_proj, {LAYER}.gate_up_proj (6" in warning
+
+
+E, INNER, H = 3, 10, 12
+
+
+@pytest.mark.parametrize("layout", ["experts", "transposed_experts"])
+@pytest.mark.parametrize(
+    "names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")], ids=["gate", "w1"]
+)
+def test_experts_of_their_own_tensors_have_the_scores_of_the_parameter(tmp_path, layout, names):
+    """A gate comes before what it multiplies, as transformers concatenates them."""
+    generator = torch.Generator().manual_seed(0)
+    gate, up, down = (
+        torch.randn(E, *shape, generator=generator)
+        for shape in ((INNER, H), (INNER, H), (H, INNER))
+    )
+    merged = {f"{LAYER}.gate_up_proj": torch.cat([gate, up], 1), f"{LAYER}.down_proj": down}
+    one_each = {
+        f"{LAYER}.{expert}.{name}.weight": values[expert].clone()
+        for name, values in zip(names, (gate, up, down), strict=True)
+        for expert in range(E)
+    }
+    shapes = {name: value.shape for name, value in merged.items()}
+    if layout == "transposed_experts":
+        shapes = {name: (n, inputs, outputs) for name, (n, outputs, inputs) in shapes.items()}
+    statistics = str(tmp_path / "statistics.safetensors")
+    write_statistics(
+        statistics,
+        "gradients",
+        {n: stored_gradients(WeightLayout(layout, s)) for n, s in shapes.items()},
+    )
+    for folder, state in (("merged", merged), ("one_each", one_each)):
+        source = tiny_checkpoints.save(tmp_path / folder, state)
+        recipe = raw_recipe(
+            0.5, score="fisher", statistics=statistics, include=("*experts*",), input_dims={"*": -1}
+        )
+        pruning.prune(planning.plan(source, recipe), tmp_path / f"{folder}_pruned")
+    whole, parts = (masks_of(tmp_path / f"{folder}_pruned") for folder in ("merged", "one_each"))
+    for expert in range(E):
+        first, second, last = (parts[f"{LAYER}.{expert}.{name}.weight"] for name in names)
+        assert torch.cat([first, second]).equal(whole[f"{LAYER}.gate_up_proj"][expert])
+        assert last.equal(whole[f"{LAYER}.down_proj"][expert])
+    assert any(not keep.all() for keep in whole.values())
+
+
+def plan_with(tmp_path, statistics, **more):
+    state = {name: t.detach() for name, t in make_model(torch.float32).state_dict().items()}
+    source = tmp_path / "source"
+    if not source.exists():
+        tiny_checkpoints.save(source, state)
+    selection = {"include": ("layers.*",), "exclude": (f"{EXCLUDED}*", "*.bias")}
+    return planning.plan(
+        source,
+        raw_recipe(
+            0.5, statistics=statistics, input_dims={"layers.1.weight": 0}, **selection, **more
+        ),
+    )
+
+
+def test_statistics_of_the_other_kind_are_refused(tmp_path):
+    of_inputs = str(make_statistics(tmp_path / "inputs.safetensors"))
+    of_gradients = make_gradients(tmp_path / "gradients.safetensors")
+    with pytest.raises(CheckpointError, match="holds statistics of activations; expected those of"):
+        plan_with(tmp_path, of_inputs, score="fisher")
+    with pytest.raises(CheckpointError, match="holds statistics of gradients; expected those of"):
+        plan_with(tmp_path, of_gradients, score="wanda")
+    with pytest.raises(SelectionError, match="score fisher needs statistics of gradients and budg"):
+        plan_with(tmp_path, of_gradients, score="fisher", budget="owl")
+    with pytest.raises(SelectionError, match=r"score fisher needs statistics of gradients; .*FILE"):
+        plan_with(tmp_path, None, score="fisher")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"count": 0.0}, "has the count 0"),
+        ({"count": float("nan")}, "has the count nan"),
+        ({"first": np.ones(9)}, "has sums of the shapes"),
+        ({"second": -np.ones(12)}, "not finite or negative"),
+        ({"second": np.full(12, np.inf)}, "not finite or negative"),
+        ({"layout": WeightLayout("unknown", (10, 12))}, "malformed"),
+    ],
+)
+def test_malformed_statistics_are_refused(tmp_path, change, message):
+    of_one = StoredStatistics(**vars(stored_gradients(WeightLayout("linear", (10, 12)))) | change)
+    path = str(tmp_path / "gradients.safetensors")
+    write_statistics(path, "gradients", {"layers.0.weight": of_one})
+    with pytest.raises((CheckpointError, SelectionError), match=message):
+        plan_with(tmp_path, path, score="fisher")

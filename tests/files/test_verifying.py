@@ -9,7 +9,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from kinds_of_recipes import RECIPES, tensors
 
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoint import read_header
@@ -24,6 +23,34 @@ from helpers import tiny_checkpoints
 from helpers.recipes import raw_recipe
 from helpers.sampling import THOROUGH, every
 from helpers.small_chunks import small_chunks
+from helpers.tiny_checkpoints import tree_digest
+
+RECIPES = {
+    "global": raw_recipe(0.5),
+    "normalised": raw_recipe(0.5, normalize="rms"),
+    "layer": raw_recipe(0.5, "layer"),
+    "row": raw_recipe(0.4, "row"),
+    "pattern": raw_recipe(pattern="2:4"),
+    "random": raw_recipe(0.5, score="random", seed=3),
+    "random rows": raw_recipe(0.5, "row", score="random"),
+    "nothing": raw_recipe(0.0),
+    "everything": raw_recipe(1.0),
+    "chosen": raw_recipe(0.3, include=("re:.*[abc].weight",), exclude=("b.*",)),
+}
+
+
+def tensors(dtypes):
+    g = torch.Generator().manual_seed(0)
+    shapes = {"a": (5, 12), "b": (12, 5), "c": (3, 20), "d": (5, 12)}
+    if len(dtypes) == 1:
+        shapes["b"] = (15, 4)
+    made = {}
+    for (name, shape), dtype in zip(shapes.items(), dtypes * 4, strict=False):
+        values = (torch.randn(shape, generator=g) * 3).round()
+        made[f"{name}.weight"] = (values + values.sign() * 0.25).to(dtype)
+    made["norm.weight"] = torch.ones(7)
+    return made
+
 
 THE_ORDER = "bits of its mask are not those that the order of scores leads to; the first is number"
 BY_DEFAULT = ("global", "pattern", "chosen")
@@ -386,3 +413,49 @@ def test_a_threshold_that_json_has_no_number_for(tmp_path, scope):
     bits = json.loads(raw, parse_constant=refuse)["groups"][0]["threshold"]
     assert bits is None
     assert verify(tmp_path / "target", source).is_good
+
+
+# A result has the same bytes on any number of ranks.
+
+
+RUN = ("distprune/report.json",)
+MORE = {
+    "limits": raw_recipe(0.5, min_sparsity=0.4, max_sparsity=0.6),
+    "limits of rms": raw_recipe(0.5, normalize="rms", max_sparsity=0.8),
+    "erk": raw_recipe(0.5, budget="erk"),
+    "groups": raw_recipe(
+        groups=(
+            raw_recipe(0.5, include=("a*",), normalize="l2"),
+            raw_recipe(0.25, "row", include=("b*",)),
+            raw_recipe(0.75, include=("[cd]*",), score="random"),
+        ),
+        seed=5,
+    ),
+}
+
+
+def digests_here(source, recipes, folder):
+    """On every rank: the digest of each result, after a comparison with its source."""
+    digests = []
+    with pytest.MonkeyPatch.context() as patch:
+        small_chunks(patch, 24)
+        for number, recipe in enumerate(recipes):
+            target = folder / str(number)
+            pruning.prune(planning.plan(source, recipe), target)
+            assert verifying.verify(target, source).problems == ()
+            digests.append(tree_digest(target, RUN))
+    return digests
+
+
+def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
+    """Those of one rank are compared with the oracle where each kind of recipe is tested."""
+    whole = tensors([torch.bfloat16])
+    whole["b.weight"] = whole["a.weight"].flip(0)
+    parts = [{name: tensor} for name, tensor in whole.items()]
+    source = tiny_checkpoints.save(tmp_path / "source", *parts)
+    recipes, found = every(2, [*RECIPES.values(), *MORE.values()]), []
+    for world_size in (1, 2, 3):
+        folder = tmp_path / str(world_size)
+        folder.mkdir()
+        found += run_ranks(digests_here, world_size, source, recipes, folder)
+    assert all(digests == found[0] for digests in found)

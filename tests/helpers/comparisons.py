@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from distprune import PruningContainer
 from distprune.testing import run_ranks
 from helpers.models import target
 from helpers.wrappings import local, my_part, unwrapped, world_size
@@ -72,19 +73,21 @@ def snapshot(model: nn.Module) -> dict[str, object]:
         state[f"{path} attributes"] = sorted(vars(module))
         state[f"{path} names"] = [*module._parameters, *module._buffers]
         state[f"{path} hooks"] = [*module._forward_pre_hooks, *module._forward_hooks]
+        methods = module._forward_pre_hooks.values()
+        state[f"{path} methods"] = [len(m) for m in methods if isinstance(m, PruningContainer)]
     for name, parameter in model.named_parameters():
         state[f"{name} object"] = id(parameter)
         # A copy: FSDP1 cannot resize what numpy refers to.
-        state[f"{name} values"] = _bytes(local(parameter).clone())
+        state[f"{name} values"] = bits(local(parameter).clone())
         # Not their numbers: a hook that was taken off and put back has another one.
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
         state[f"{name} hooks"] = [getattr(hook, "args", hook) for hook in hooks]
     for name, buffer in model.named_buffers():
-        state[f"{name} values"] = _bytes(local(buffer))
+        state[f"{name} values"] = bits(local(buffer))
     return state
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -130,7 +130,7 @@ def wrong_scores(
     """
     wrong = []
     for name, whole in expected.items():
-        if not whole.any():  # without a gradient: distributed/test_matrices_without_gradient.py
+        if not whole.any():  # without a gradient: it scores as its siblings do
             continue
         held = local(scores[target(unwrapped(model), name)])
         mine = my_part(whole, indices[name])

@@ -1,7 +1,12 @@
 """Every example runs, as its first lines say."""
 
+import ast
+import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 
 import pytest
 from shell import ROOT, run
@@ -165,3 +170,33 @@ def test_lora_on_pruned(tmp_path):
     assert trained - dense < (pruned - dense) / 3, output
     assert merged == pytest.approx(trained, abs=0.0011)  # printed with three digits
     assert "65,536 weights are zero, as before" in output
+
+
+# The notebook of examples/ has no outputs, and its cells run from the first to the last.
+
+
+NOTEBOOK = ROOT / "examples" / "language_model_in_ten_minutes.ipynb"
+CELLS = [
+    cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    if cell["cell_type"] == "code"
+]  # fmt: skip
+
+
+def test_cells_parse_and_have_no_outputs():
+    for cell in CELLS:
+        ast.parse("".join(cell["source"]))
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_cells_run(tmp_path):
+    """Its assertions compare perplexities, and count the zeros."""
+    program = tmp_path / "notebook.py"
+    program.write_text("\n\n".join("".join(cell["source"]) for cell in CELLS), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WORK": str(tmp_path / "work")}
+    done = subprocess.run(
+        [sys.executable, program], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
