@@ -25,8 +25,7 @@ from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
 from distprune.masks.hook import find_hook, pruned_parameters
 from distprune.ranks.collectives import world
-from distprune.shards.gradients import available_gradient, local_gradient
-from distprune.shards.reader import ShardReader
+from distprune.shards.reader import ShardReader, available_gradient, local_gradient
 from distprune.wrappers import masked_value
 
 if TYPE_CHECKING:

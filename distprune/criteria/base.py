@@ -33,14 +33,16 @@ from distprune.call.reading import SignedScores
 from distprune.files.statistics_file import means_of_siblings
 from distprune.methods.base import BasePruningMethod, L1Unstructured
 from distprune.ranks.collectives import Communicator, world
-from distprune.shards.gradients import (
+from distprune.shards.reader import (
+    ShardReader,
     available_gradient,
+    check_saveable,
     check_trainable,
     drop_gradient,
     local_gradient,
+    local_part,
     ranks_with_shards,
 )
-from distprune.shards.reader import ShardReader, check_saveable, local_part
 from distprune.shards.shard import Shard
 from distprune.wrappers.managed import GradientSource, StoredRun
 

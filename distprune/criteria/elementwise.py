@@ -24,7 +24,7 @@ from distprune.criteria.base import (
 )
 from distprune.methods.base import L1Unstructured, LowestScore
 from distprune.ranks.collectives import Communicator, over_groups, sum_of_pieces, world
-from distprune.shards.gradients import ranks_with_shards, unaveraged_gradients
+from distprune.shards.reader import ranks_with_shards, unaveraged_gradients
 from distprune.wrappers.managed import GradientSource
 from distprune.wrappers.masked_value import has_own_property
 

@@ -275,7 +275,7 @@ class FactorScores(ScoreSource):
                 "floating point."
             )
         dtype = torch.promote_types(shard.values.dtype, torch.float32)
-        matrix = MatrixRun.of(shard.index, [factor for term in factored.terms for factor in term])
+        matrix = MatrixRun(shard.index, [factor for term in factored.terms for factor in term])
         terms = terms_on(matrix, factored, shard.shape, shard.values.device, dtype)
         values = ScoreSource(shard.flat_values)
         return cls(values, matrix, lambda: terms, are_signed=are_signed)

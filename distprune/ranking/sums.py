@@ -250,7 +250,7 @@ def matrices_of(
         layout.of_inputs(torch.arange(layout.num_inputs).view(layout.input_shape)),
         layout.of_outputs(torch.arange(layout.num_outputs)),
     ]
-    matrix = MatrixRun.of(index, numbers if is_here else ())
+    matrix = MatrixRun(index, numbers if is_here else ())
     return matrix, [matrix.matrix_of(each, layout.shape) for each in numbers if is_here]
 
 

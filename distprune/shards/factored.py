@@ -110,12 +110,9 @@ def ria(
     """
     norms = _rms(squares, num_tokens) ** power
     first, second = (torch.where(s > 0, 1 / s, 0.0) for s in magnitudes)
-    return FactoredScores(
-        [
-            [layout.of_inputs(norms * first.view(norms.shape)).float()],
-            [layout.of_outputs(second).float(), layout.of_inputs(norms).float()],
-        ]
-    )
+    by_inputs = [layout.of_inputs(norms * first.view(norms.shape)).float()]
+    by_outputs = [layout.of_outputs(second).float(), layout.of_inputs(norms).float()]
+    return FactoredScores([by_inputs, by_outputs])
 
 
 def fisher(

@@ -1,7 +1,7 @@
 """Where a rank's part of a tensor is in the whole: pure functions on shapes and splits.
 
 Uses neither process groups nor DTensor. Placements of a DTensor become the splits that are used
-here (:func:`splits_of`); the reader converts the terms of other wrappers.
+here (:func:`placed`); the reader converts the terms of other wrappers.
 
 A rank's part of a parameter is also a run of matrices (:class:`MatrixRun`), and small factors are
 laid out like these. There is one matrix. Its rows are the slowest dimension of the part's memory,
@@ -39,8 +39,7 @@ from distprune.base import memory
 from distprune.base.memory import Array
 
 # One cut of a tensor dimension into chunks, as torch.chunk makes them: the dimension, the number of
-# chunks, and the number of this rank's chunk. If equal parts of the
-# dimension are each cut, also their number: see [Note: folds].
+# chunks, and the number of this rank's chunk.
 Split = tuple[int, ...]
 # How a dimension is seen as two, groups and what is in a group: its number, and the two sizes.
 Fold = tuple[int, int, int]
@@ -65,7 +64,7 @@ def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[rang
         (i, j, ...) is the global element (result[0][i], result[1][j], ...).
     """
     coordinates = [range(size) for size in shape]
-    for dim, num_chunks, chunk, *_ in splits:
+    for dim, num_chunks, chunk in splits:
         size = -(-len(coordinates[dim]) // num_chunks)
         coordinates[dim] = coordinates[dim][chunk * size : (chunk + 1) * size]
     return tuple(coordinates)
@@ -145,9 +144,8 @@ class IndexMap:
         num_inside = math.prod(len(rows) for rows in self.coordinates)
         is_inside: Array = np.ones(len(indices), dtype=bool)
         # Dimensions of equal stride may be in any order in memory: all but one have one element.
-        for _, rows, stride in sorted(
-            zip(self.dims, self.coordinates, self.strides, strict=True), key=lambda item: item[0]
-        ):
+        places = zip(self.dims, self.coordinates, self.strides, strict=True)
+        for _, rows, stride in sorted(places, key=lambda place: place[0]):
             num_inside //= max(1, len(rows))
             coordinate, indices = np.divmod(indices, stride)
             positions += is_inside * (coordinate - rows.start).clip(0, len(rows)) * num_inside
@@ -191,18 +189,12 @@ def index_map(
     """
     dims = tuple(memory_order)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    start = None
+    start, is_row_major = None, dims == tuple(range(len(shape)))
     # A run: rows follow each other in dimension 0, and everything below is whole.
-    if dims == tuple(range(len(shape))) and all(
-        len(coordinates[dim]) == shape[dim] for dim in range(1, len(shape))
-    ):
+    if is_row_major and all(len(coordinates[dim]) == shape[dim] for dim in dims[1:]):
         start = coordinates[0].start * strides[0] if shape and coordinates[0] else 0
-    return IndexMap(
-        tuple(coordinates[dim] for dim in dims),
-        tuple(strides[dim] for dim in dims),
-        start,
-        dims=dims,
-    )
+    ordered = tuple(coordinates[dim] for dim in dims)
+    return IndexMap(ordered, tuple(strides[dim] for dim in dims), start, dims=dims)
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -245,42 +237,30 @@ def memory_order(tensor: Tensor) -> list[int] | None:
 Block = tuple[int, int, int, slice, slice]
 
 
-@dataclass(frozen=True)
 class MatrixRun:
     """Where the elements of a flat local part lie in a matrix, or in one after the other.
 
+    Args:
+        index: of a local part: from flat positions to indices of the whole parameter.
+        factors: that broadcast to the whole parameter: there are several matrices if one of
+            them would be as large as the part otherwise.
+
     Attributes:
-        num_rows: of a matrix, at least 1.
-        num_columns: of a matrix, at least 1.
+        num_rows, num_columns: of a matrix, at least 1.
         num_row_dims: how many dimensions of memory are rows, or matrices and rows: 1 or 2.
-        index: from flat positions to indices of the whole parameter.
     """
 
-    num_rows: int
-    num_columns: int
-    num_row_dims: int
-    index: IndexMap
-
-    @classmethod
-    def of(cls, index: IndexMap, factors: Sequence[Tensor]) -> MatrixRun:
-        """The matrices of the flat view that an index map describes.
-
-        Args:
-            index: of a local part.
-            factors: that broadcast to the whole parameter: there are several matrices if one of
-                them would be as large as the part otherwise.
-        """
+    def __init__(self, index: IndexMap, factors: Sequence[Tensor]) -> None:
+        self.index, self.num_row_dims = index, 1
         sizes = [len(rows) for rows in index.coordinates]
-        num_row_dims = 1
         if len(sizes) == 3 and min(sizes[1:]) > 1:
             for factor in factors:
                 shape = factor.shape if index.fold is None else opened(index.fold, factor.shape)
                 experts, outputs, inputs = (shape[dim] for dim in index.dims)
                 if (experts > 1 or sizes[0] == 1) and (outputs > 1) != (inputs > 1):
-                    num_row_dims = 2
-        num_rows = max(1, math.prod(sizes[num_row_dims - 1 : num_row_dims]))
-        num_columns = max(1, math.prod(sizes[num_row_dims:]))
-        return cls(num_rows, num_columns, num_row_dims, index)
+                    self.num_row_dims = 2
+        self.num_rows = max(1, math.prod(sizes[self.num_row_dims - 1 : self.num_row_dims]))
+        self.num_columns = max(1, math.prod(sizes[self.num_row_dims :]))
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """The rectangles, at most three of a matrix, that positions [start, stop) cover."""
@@ -333,15 +313,15 @@ def is_cut(placement: Any) -> bool:
     return placement.is_shard() or hasattr(placement, "split_factor")
 
 
-def splits_of(
+def placed(
     name: str,
     shape: Sequence[int],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int] | None,
     placements: Sequence[Any],
     is_from_fsdp2: bool = True,
-) -> list[Split]:
-    """The cuts that placements describe, in the order in which they were made.
+) -> tuple[IndexMap, int, int]:
+    """Where the part of a rank is, row-major; which copy of it this is, and how many there are.
 
     FSDP2 over tensor parallelism writes its cut, made last, as ``_StridedShard`` on an axis to the
     left of the other cuts of that dimension; the split factor is the product of the sizes of their
@@ -354,34 +334,37 @@ def splits_of(
     of the dimension, each of ``split_factor`` groups is cut evenly: see geometry.[Note: folds].
 
     Returns:
-        For a rank outside the mesh the cuts of the first rank.
+        For a rank outside the mesh the part of the first rank.
 
     Raises:
         NotImplementedError: a placement that is neither Shard nor Replicate; a ``_StridedShard`` of
-            another kind than these two.
+            another kind than these two; groups of rows in two dimensions.
     """
+    where, replica, num_replicas = coordinate or [0] * len(mesh_shape), 0, 1
     axes_of: list[list[int]] = [[] for _ in shape]  # of more than one rank, that cut a dimension
-    for axis, placement in enumerate(placements):
+    for axis, (placement, size) in enumerate(zip(placements, mesh_shape, strict=True)):
         if is_cut(placement):
-            axes_of[placement.dim] += [axis] * (mesh_shape[axis] > 1)
-        elif not placement.is_replicate():
+            axes_of[placement.dim] += [axis] * (size > 1)
+        elif placement.is_replicate():
+            replica, num_replicas = replica * size + where[axis], num_replicas * size
+        else:
             raise NotImplementedError(
                 f"{name}: placement {placement} is not supported; expected Shard or Replicate. "
                 "Call .redistribute() to resolve it before pruning."
             )
-    plain, strided = list[Split](), list[Split]()
+    plain, strided, folds = list[Split](), list[Split](), list[Fold]()
     for axis, placement in enumerate(placements):
         if not is_cut(placement):
             continue
         dim, axes = placement.dim % len(shape), axes_of[placement.dim]
-        cut: Split = dim, mesh_shape[axis], coordinate[axis] if coordinate else 0
-        if not hasattr(placement, "split_factor"):
-            plain.append(cut)
+        cut, factor = (dim, mesh_shape[axis], where[axis]), getattr(placement, "split_factor", None)
+        (plain if factor is None else strided).append(cut)
+        if factor is None:
             continue
-        factor, num_chunks = int(placement.split_factor), math.prod(mesh_shape[a] for a in axes)
+        num_chunks = math.prod(mesh_shape[each] for each in axes)
         if axes == [axis] and factor > 1:
-            cut = *cut, factor
             is_known = shape[dim] % (factor * num_chunks) == 0
+            folds.append((dim, factor, shape[dim] // factor))
         else:
             later = [other for other in axes if other > axis]
             is_known = factor == math.prod(mesh_shape[other] for other in later)
@@ -396,32 +379,14 @@ def splits_of(
                 "ranks; expected what fully_shard makes over tensor parallelism, one even cut of "
                 f"equal groups of rows, or Shard({dim}), which .redistribute() makes."
             )
-        strided.append(cut)
-    return plain + strided
-
-
-def replica_of(
-    mesh_shape: Sequence[int], coordinate: Sequence[int] | None, placements: Sequence[Any]
-) -> tuple[int, int]:
-    """Which copy of its elements a rank has, and how many copies there are."""
-    replica, num_replicas = 0, 1
-    for axis, placement in enumerate(placements):
-        if placement.is_replicate():
-            replica = replica * mesh_shape[axis] + (coordinate[axis] if coordinate else 0)
-            num_replicas *= mesh_shape[axis]
-    return replica, num_replicas
-
-
-def index_of_splits(name: str, shape: Sequence[int], splits: Sequence[Split]) -> IndexMap:
-    """Where the part of some cuts is.
-
-    At most one cut is of groups, and no other is of its dimension.
-    """
-    folds = [(dim, n[0], shape[dim] // n[0]) for dim, _, _, *n in splits if n]
+    splits, fold = plain + strided, folds[0] if folds else None
     if len(folds) > 1:
-        raise NotImplementedError(f"{name}: parts of groups of rows in two dimensions.")
-    for fold in folds:
+        raise NotImplementedError(
+            f"{name}: {tuple(placements)} cuts groups of rows in two dimensions; expected "
+            "one, or Shard, which .redistribute() makes."
+        )
+    if fold is not None:  # no other cut is of its dimension
         shape = opened(fold, shape)
         splits = [(dim + (dim >= fold[0]), *cut) for dim, *cut in splits]
     index = index_map(shape, dim_coordinates(shape, splits), range(len(shape)))
-    return replace(index, fold=folds[0]) if folds else index
+    return replace(index, fold=fold), replica, num_replicas

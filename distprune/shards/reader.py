@@ -1,4 +1,4 @@
-"""From a module's parameter, however it is wrapped, to this rank's part of it, a Shard.
+"""From a module's parameter, however it is wrapped, to this rank's part of it and its gradients.
 
 Reads and changes no value. The reader first asks for a wrapper's record of the parameter, and only
 then for the type of the tensor: after an evaluation FSDP2's root has plain gathered tensors
@@ -7,18 +7,11 @@ registered, which look like replicas.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
@@ -33,19 +26,16 @@ from distprune.base.pruned_form import (
     name_of_pruned_orig,
     orig_key,
 )
-from distprune.ranks.collectives import Communicator, grid, over_groups, over_mesh
+from distprune.ranks.collectives import Communicator, grid, over_groups, over_mesh, world
 from distprune.shards import geometry
 from distprune.shards.factored import FactoredScores
-from distprune.shards.geometry import IndexMap
 from distprune.shards.shard import Shard, checksums
 from distprune.wrappers import deepspeed, wrapper
 from distprune.wrappers.held import find_held
-from distprune.wrappers.managed import Managed, StoredRun
+from distprune.wrappers.managed import GradientSource, Managed, StoredRun
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # By (module, name): a score per element, or the factors of all scores.
@@ -118,14 +108,11 @@ class ShardReader:
         managed = None
         if self._may_be_managed or type(parameter) is not nn.Parameter:
             managed = self.managed(module, name)
-            if managed is None:
-                parameter = _registered(module, name, label)
-            elif managed.unsupported:
+            if managed is not None and managed.unsupported:
                 raise NotImplementedError(f"{label}: {managed.unsupported}.")
-            elif isinstance(managed, StoredRun):
+            if isinstance(managed, StoredRun):
                 return self._read_run(managed, label, mask)
-            else:
-                parameter = managed.parameter
+            parameter = _registered(module, name, label) if managed is None else managed.parameter
         if (
             type(parameter) is not nn.Parameter
             or parameter.dtype not in _FLOATS
@@ -183,9 +170,7 @@ class ShardReader:
 # ranks, and, by shape, placements and wrapper, where this rank's parts are, the replica, the number
 # of replicas, and the layout in words. By the object: a mesh equals one that another process group
 # had before.
-_Part = tuple[IndexMap, int, int, str]
-_View = tuple[tuple[int, ...] | None, tuple[int, ...], dict[object, _Part]]
-_views: MutableMapping[DeviceMesh, _View] = WeakIdKeyDictionary()
+_views: Any = WeakIdKeyDictionary()
 
 
 def local_shard(
@@ -211,13 +196,11 @@ def local_shard(
     coordinate, ranks, parts = _views[mesh]
     key = (shape, placements, is_from_fsdp2)
     if key not in parts:
-        _check_order(name, mesh, placements)
+        _check_order(name, parameter)
         cut = mesh.shape, coordinate, placements
-        splits = geometry.splits_of(name, shape, *cut, is_from_fsdp2)
         # Not which ranks: the same parameter may be on several meshes of one shape.
         layout = f"{placements} on a mesh of shape {tuple(mesh.shape)}"
-        index = geometry.index_of_splits(name, shape, splits)
-        parts[key] = (index, *geometry.replica_of(*cut), layout)
+        parts[key] = (*geometry.placed(name, shape, *cut, is_from_fsdp2), layout)
     index, replica, num_replicas, layout = parts[key]
     with torch.no_grad():  # else to_local() is an operation of autograd, which takes longer
         values = local_tensor(parameter).detach()
@@ -247,7 +230,7 @@ def local_shard(
     return shard
 
 
-def _check_order(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+def _check_order(name: str, parameter: DTensor) -> None:
     """Refuse shards on ranks that do not ascend along their mesh axis.
 
     On such a mesh torch 2.13 contradicts itself. ``fully_shard`` and ``distribute_tensor`` hand
@@ -256,11 +239,12 @@ def _check_order(name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -
     checkpoints put rows into the wrong position, uneven tensors lose elements, and the replicas of
     HSDP may have different chunks.
     """
-    for axis, placement in enumerate(placements):
-        if geometry.is_cut(placement) and mesh.mesh.diff(dim=axis).lt(0).any():
+    ranks = parameter.device_mesh.mesh
+    for axis, placement in enumerate(parameter.placements):
+        if geometry.is_cut(placement) and ranks.diff(dim=axis).lt(0).any():
             raise NotImplementedError(
                 f"{name} is sharded ({placement}) along axis {axis} of a mesh whose ranks do not "
-                f"ascend there: {mesh.mesh.tolist()}; expected ascending ranks."
+                f"ascend there: {ranks.tolist()}; expected ascending ranks."
             )
 
 
@@ -400,9 +384,8 @@ def check_saveable(name: str, parameter: DTensor, *, is_gathered: bool = False) 
     if box is None:
         return
     shard = local_shard(name, parameter, None)
-    own = [(len(rows), rows.start) for rows in shard.coordinates]
-    are_empty = 0 in box[0] and not all(size for size, _ in own)
-    is_right = are_empty or own == list(zip(*box, strict=True))
+    sizes, offsets = zip(*((len(rows), rows.start) for rows in shard.coordinates), strict=True)
+    is_right = box == (sizes, offsets) or (0 in box[0] and 0 in sizes)
     if not (is_right if shard.index.fold is None else is_gathered):
         raise NotImplementedError(
             f"{name} (shape {tuple(parameter.shape)}, {parameter.placements} on a mesh of shape "
@@ -410,3 +393,131 @@ def check_saveable(name: str, parameter: DTensor, *, is_gathered: bool = False) 
             "uneven shards that FSDP2 cut out of tensor-parallel ones, nor parts of groups of "
             "rows; expected a size that the mesh divides, or a consolidated state dict."
         )
+
+
+# Gradients: what ``.grad`` has, and where it comes from.
+
+
+def check_trainable(shard: Shard) -> None:
+    """Raise ValueError if a parameter is frozen: a backward gives it no gradient."""
+    if not shard.optimizer_tensor[0].requires_grad:
+        raise ValueError(f"{shard.name} is frozen; expected parameters that are trained.")
+
+
+def local_gradient(shard: Shard) -> Tensor:
+    """This rank's part of ``.grad``, laid out like ``shard.values``; not a copy.
+
+    Raises:
+        RuntimeError: there is no gradient, or it is not complete yet; names the parameter.
+        NotImplementedError: a gradient of another layout than the parameter's.
+    """
+    if shard.managed is not None and shard.managed.has_unreduced_gradient:
+        raise RuntimeError(
+            f"{shard.name}: a backward without gradient synchronisation (no_sync) left what is not "
+            "reduced yet; expected a call after the last backward of a step."
+        )
+    gradient = available_gradient(shard)
+    if gradient is None:
+        raise RuntimeError(
+            f"{shard.name} has no gradient; expected a call after a backward that depends on it."
+        )
+    return gradient
+
+
+def available_gradient(shard: Shard) -> Tensor | None:
+    """This rank's part of what ``.grad`` has, laid out like ``shard.values``, or None.
+
+    Raises:
+        NotImplementedError: a gradient of another layout than the parameter's; ZeRO-1 and -2.
+    """
+    if not shard.values.numel():
+        return shard.values
+    if shard.managed is None and deepspeed.has_master(shard.parameter):
+        raise NotImplementedError(
+            f"{shard.name}: ZeRO-1 and ZeRO-2 leave each averaged gradient on the rank that steps "
+            'it; expected unit="rank_batch", or ZeRO-3.'
+        )
+    gradient = shard.parameter.grad if shard.managed is None else shard.managed.gradient
+    if gradient is None:
+        return None
+    if is_dtensor(gradient):
+        if gradient.placements != shard.placements or gradient.device_mesh != shard.mesh:
+            raise NotImplementedError(
+                f"{shard.name}: its gradient has placements {gradient.placements}, and the "
+                f"parameter {shard.placements}; expected the same. Redistribute .grad first."
+            )
+        with torch.no_grad():
+            gradient = gradient.to_local()
+    if gradient.layout is not torch.strided:
+        raise NotImplementedError(
+            f"{shard.name}: its gradient has layout {gradient.layout}; expected a dense one "
+            "(an embedding with sparse=False)."
+        )
+    return gradient.detach()
+
+
+def drop_gradient(shard: Shard) -> None:
+    """Set ``.grad`` to None; of a parameter of FSDP1 those of its whole flat parameter."""
+    if shard.managed is None:
+        shard.parameter.grad = None
+    else:
+        shard.managed.drop_gradient()
+
+
+def unaveraged_gradients(
+    shards: Sequence[Shard], group: ProcessGroup | None = None
+) -> list[GradientSource]:
+    """Where the gradients of some parameters come from, before ranks average them.
+
+    Args:
+        shards: this rank's part of each parameter.
+        group: the data-parallel ranks of parameters that FSDP does not shard; for plain ones every
+            rank by default.
+
+    Raises:
+        ValueError: a parameter under tensor parallelism on some of the ranks, and no group; a
+            group with ranks of its tensor parallelism.
+    """
+    sources: dict[Hashable, GradientSource] = {}
+    for position, shard in enumerate(shards):
+        record, key, offset = shard.managed, shard.key, 0
+        if isinstance(record, StoredRun):
+            key, (offset, _) = record.leaf_key, record.span
+        if key not in sources and record is not None:
+            sources[key] = record.gradient_source()
+        elif key not in sources:
+            sources[key] = GradientSource(shard.parameter, None, _replicas_of(shard, group))
+        sources[key].runs[position] = slice(offset, offset + shard.values.numel())
+    return list(sources.values())
+
+
+def ranks_with_shards(shards: Iterable[Shard], group: ProcessGroup | None) -> Communicator:
+    """All ranks of a group, every rank by default, and those that shard parameters with them."""
+    if group is None:
+        return world()
+    groups, known = [group], set(dist.get_process_group_ranks(group))
+    for shard in shards:
+        for of_axis in () if shard.mesh is None else shard.mesh.get_all_groups():
+            if not known.issuperset(dist.get_process_group_ranks(of_axis)):
+                groups.append(of_axis)
+                known = set(over_groups(groups).ranks)
+    return over_groups(groups)
+
+
+def _replicas_of(shard: Shard, group: ProcessGroup | None) -> tuple[ProcessGroup, ...]:
+    """The data-parallel ranks of a parameter that no FSDP manages."""
+    if not dist.is_initialized():
+        return ()
+    every = group if group is not None else dist.group.WORLD
+    assert every is not None  # it is initialised
+    if shard.ranks is None:
+        return (every,)
+    mesh, ranks = set(shard.ranks), set(dist.get_process_group_ranks(every))
+    if ranks <= mesh and (ranks == mesh or group is None):
+        return ()
+    if group is None or ranks & mesh != {dist.get_rank()}:
+        raise ValueError(
+            f"{shard.name} is sharded over {len(mesh)} of {len(ranks)} ranks; expected group=, the "
+            "data-parallel ranks, or those of its mesh if there are no others."
+        )
+    return (every,)

@@ -28,9 +28,13 @@ from distprune.criteria.base import RankBatches, check_between, collecting, rank
 from distprune.ranks.collectives import Communicator, world
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
-from distprune.shards.geometry import dim_coordinates
-from distprune.shards.gradients import check_trainable, ranks_with_shards, unaveraged_gradients
-from distprune.shards.reader import ShardReader
+from distprune.shards.geometry import is_cut, placed
+from distprune.shards.reader import (
+    ShardReader,
+    check_trainable,
+    ranks_with_shards,
+    unaveraged_gradients,
+)
 from distprune.shards.shard import Shard
 from distprune.statistics.parameters import (
     Entry,
@@ -183,8 +187,6 @@ def gradient_block(
         return [range(0)] * 3, (), ()
     from torch.distributed.tensor import Replicate
 
-    from distprune.shards.geometry import splits_of
-
     assert shard.placements is not None
     data_ranks = [set(dist.get_process_group_ranks(group)) for group in data_groups]
     placements: list[Placement] = []
@@ -203,15 +205,15 @@ def gradient_block(
             same_elements[axis] = slice(None)
     if same_batches == list(coordinate):
         return ranges, None, None
-    splits = splits_of(shard.name, shard.shape, tuple(mesh.shape), coordinate, placements)
-    if splits and (layout.kind == "convolution" or any(len(split) > 3 for split in splits)):
+    index, *_ = placed(shard.name, shard.shape, tuple(mesh.shape), coordinate, placements)
+    is_part = any(map(is_cut, placements))
+    if is_part and (layout.kind == "convolution" or index.fold is not None):
         raise NotImplementedError(
             f"{shard.name}: the gradient on a rank is of a part of a convolution, or of groups of "
             f"rows ({shard.layout}); expected matrices that are split along whole dimensions."
         )
-    if splits:
-        ranges = dim_coordinates(shard.shape, splits)
-        ranges = ranges if layout.are_experts else (range(1), *ranges)
+    if is_part:
+        ranges = index.coordinates if layout.are_experts else (range(1), *index.coordinates)
     return ranges, ranks_at(mesh, same_batches), ranks_at(mesh, same_elements)
 
 

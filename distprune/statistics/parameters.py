@@ -61,6 +61,7 @@ from distprune.files.statistics_file import (
 )
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
+from distprune.shards.geometry import dim_coordinates
 from distprune.shards.shard import Shard
 
 if TYPE_CHECKING:
@@ -238,8 +239,6 @@ def _read_dtensor(
 ) -> tuple[Part, Tensor, Tensor | None]:
     """This rank's part of an input, its values, and what it has of ``keep``."""
     from torch.distributed.tensor.placement_types import Replicate, Shard
-
-    from distprune.shards.geometry import dim_coordinates
 
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distprune.shards import geometry, reader
-from distprune.shards.geometry import dim_coordinates, index_map
+from distprune.shards.geometry import index_map
 from distprune.shards.reader import ShardReader
 from distprune.testing import clear_dtensor_caches
 
@@ -106,8 +106,8 @@ def part_of(layout: tuple, wrapping: str, rank: int) -> tuple:
     # An axis that a parameter does not lie on has copies of it.
     by_axis = dict(zip(own_axes, placements, strict=True))
     placements = [by_axis.get(axis, Replicate()) for axis in axes]
-    splits = geometry.splits_of("parameter", shape, mesh, coordinate, placements)
-    return dim_coordinates(shape, splits), *geometry.replica_of(mesh, coordinate, placements)
+    index, *replica = geometry.placed("parameter", shape, mesh, coordinate, placements)
+    return index.coordinates, *replica
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
