@@ -3,10 +3,9 @@
 #   make prune   train a small language model, prune it while it is sharded over 2 processes
 #   make language-model   fetch a real language model (250 MB), and prune it on 2 processes
 #   make runs/language_model/qwen2.5-coder-0.5b   fetch another one (490 MB)
-#   make language-model-table   compare criteria and scopes on it; goes on where it stopped (hours)
-#   make language-model-table TABLE=gemma_updates   compare ways to move the kept weights instead
-#   make language-model-table TABLE=gemma_texts   the same on more text
-#   make peers   add to gemma_updates what llm-compressor and torch.nn.utils.prune make of the same model and text
+#   make language-model-table   compare methods, texts and models; goes on where it stopped (days)
+#   make language-model-table ARGS="--model gemma-3-270m --cells 0.5:own,2:4:own"   some cells of it (an hour)
+#   make peers   install llm-compressor, whose methods are in the table then, too
 #   make test    lint, then run all tests
 #   make test-thorough   the same with every case of every matrix, which takes far longer
 #   make quick   run the unit tests that start no processes, in about a minute
@@ -46,7 +45,6 @@ prune: $(READY)
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/prune_tiny_llama.py $(ARGS)
 
 # What the models are, and their licences: launch/fetch_models.py.
-TABLE ?= gemma_table
 FETCHED := runs/language_model
 GEMMA := $(FETCHED)/gemma-3-270m
 TEXTS := $(FETCHED)/docstrings_train.txt
@@ -65,11 +63,16 @@ language-model: $(GEMMA) $(TEXTS)
 	@echo "== pruning it on $(NPROC) processes; the result is in runs/language_model"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/prune_language_model.py @configs/gemma.args $(ARGS)
 
-language-model-table: $(GEMMA) $(TEXTS)
-	@echo "== comparing criteria on $(NPROC) processes; results in runs/language_model"
-	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/compare_on_language_model.py @configs/$(TABLE).args $(ARGS)
+# It needs the models that ARGS names, or all.
+MODELS := gemma-3-270m qwen2.5-coder-0.5b
 
-# llm-compressor pins versions of its own. One process, so that all programs have the same threads.
+language-model-table: $(addprefix $(FETCHED)/,$(or $(filter $(MODELS),$(ARGS)),$(MODELS))) $(TEXTS)
+	@echo "== filling the table; rows in tests/benchmarks/results"
+	$(BIN)/python tests/benchmarks/language_model_table.py $(ARGS)
+	$(BIN)/python tests/benchmarks/make_language_model_table.py
+	$(BIN)/python docs/draw_pictures.py
+
+# llm-compressor pins versions of its own.
 PEERS := .venv-peers
 
 $(PEERS)/.ready: configs/peers.requirements.txt
@@ -78,9 +81,7 @@ $(PEERS)/.ready: configs/peers.requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-peers: $(GEMMA) $(TEXTS) $(PEERS)/.ready
-	@echo "== pruning with other programs; make language-model-table TABLE=gemma_updates shows the results"
-	$(BIN)/python tests/benchmarks/peers_on_language_model.py @configs/gemma_updates.args --wrap none --peer-python $(PEERS)/bin/python $(ARGS)
+peers: $(PEERS)/.ready
 
 lint: $(READY)
 	@echo "== linting"

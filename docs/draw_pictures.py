@@ -102,6 +102,7 @@ class Chart:
     right: float
     top: float
     bottom: float
+    has_labels: bool = True
     taken: list[float] = field(default_factory=list)  # heights of the labels on the right
 
     def ticks(
@@ -119,7 +120,8 @@ class Chart:
             )
         middle = (self.left + self.right) / 2
         self.picture.text(middle, self.bottom + 44, x, anchor="middle")
-        self.picture.text(16, (self.top + self.bottom) / 2, y, anchor="middle", turned=True)
+        if y:
+            self.picture.text(16, (self.top + self.bottom) / 2, y, anchor="middle", turned=True)
 
     def line(self, line: Line) -> None:
         points = [(self.x_of(x), self.y_of(y)) for x, y in line.points]
@@ -137,6 +139,8 @@ class Chart:
         for x, y in inside if line.is_marked else []:
             self.picture.shape("circle", cx=x, cy=y, r=4, fill=line.colour)
         x, y = drawn[-1]
+        if not self.has_labels:
+            return
         if x < self.right - 30 or leaves:  # above the point, and right of the axis
             half = 4 * len(line.label)
             self.picture.text(
@@ -155,9 +159,34 @@ def logarithmic(low: float, high: float, first: float, last: float) -> Callable[
     return lambda value: first + scale * math.log(value / low)
 
 
-TOP = 100.0  # perplexity
+@dataclass
+class Panel:
+    """Perplexity of one model on one text.
+
+    Attributes:
+        title: above the lines, if there are several panels.
+        percents: the ends of the axis of sparsity.
+        ticks: perplexities; above the last one lines are cut off.
+    """
+
+    title: str
+    dense: float
+    lines: list[Line]
+    percents: tuple[int, int]
+    ticks: tuple[int, ...]
+
+
+# label, method of the table, whether it is polished, colour
 METHODS = (
-    # label, criterion with its update, scope, colour; the results of updates come first
+    ("distprune", "docstrings+own", True, BLUE),
+    ("distprune, no text given", "own", True, GREEN),
+    ("distprune, no polish", "docstrings+own", False, ORANGE),
+    ("SparseGPT", "sparsegpt", False, PURPLE),
+    ("Wanda", "wanda", False, RED),
+    ("magnitude", "magnitude/row", False, GREY),
+)
+# Before there is a table: label, criterion with its update, scope, colour.
+EARLIER_METHODS = (
     ("distprune, in rounds", "factored_fisher, rounds", "global", BLUE),
     ("distprune, one shot", "factored_fisher, least-squares", "global", GREEN),
     ("SparseGPT", "SparseGPT (llm-compressor)", "layer", PURPLE),
@@ -165,6 +194,48 @@ METHODS = (
     ("Wanda", "wanda", "row", RED),
     ("magnitude", "magnitude", "row", GREY),
 )
+TABLE = RESULTS / "language_models_202611.jsonl"
+MODEL = "gemma-3-270m"
+
+
+def panels() -> list[Panel]:
+    """A text of the calibration's kind, and another; what was measured earlier until they are."""
+    made = panels_of_table() if TABLE.exists() else []
+    if made and all(len(line.points) > 1 for panel in made for line in panel.lines):
+        return made
+    lines = [
+        Line(label, colour, cells_of(row, scope)) for label, row, scope, colour in EARLIER_METHODS
+    ]
+    dense = results("language_model_updates_gemma3_270m_202611")["dense"]["all"]["perplexity"]
+    return [Panel("", dense, lines, (30, 70), (12, 15, 20, 30, 50, 70, 100))]
+
+
+def panels_of_table() -> list[Panel]:
+    """What is in the table of one model, on two texts."""
+    rows = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["model"] == MODEL]
+    made = []
+    for title, text in (
+        ("Python documentation, as the text to prune by", "docstrings_held_out_begins.txt"),
+        ("news", "news.txt"),
+    ):
+        lines = []
+        for label, method, is_polished, colour in METHODS:
+            points = [
+                (100 * float(row["sparsity"]), mean_perplexity(row["texts"][text]))
+                for row in rows
+                if (row["method"], bool(row["polish"])) == (method, is_polished)
+                and ":" not in row["sparsity"]
+            ]
+            lines.append(Line(label, colour, sorted(points)))
+        dense = [mean_perplexity(row["texts"][text]) for row in rows if row["method"] == "dense"]
+        made += [Panel(title, each, lines, (50, 80), (20, 30, 50, 100, 200, 400)) for each in dense]
+    return made
+
+
+def mean_perplexity(losses: Sequence[float]) -> float:
+    """Of windows with the same number of tokens."""
+    return math.exp(math.fsum(losses) / len(losses))
 
 
 def cells_of(criterion: str, scope: str) -> list[tuple[float, float]]:
@@ -180,36 +251,57 @@ def cells_of(criterion: str, scope: str) -> list[tuple[float, float]]:
 
 
 def perplexity() -> Picture:
-    """Perplexity against sparsity, a line per method."""
-    dense = results("language_model_updates_gemma3_270m_202611")["dense"]["all"]["perplexity"]
-    lines = [Line(label, colour, cells_of(row, scope)) for label, row, scope, colour in METHODS]
+    """Perplexity against sparsity, a line per method; beside each other on several texts."""
+    drawn = panels()
     sentences = [
-        f"{line.label}: " + ", ".join(f"{y:,.2f} at {x:g} %" for x, y in line.points)
-        for line in lines
+        f"{panel.title}{': ' * bool(panel.title)}The dense model has {panel.dense:.2f}. "
+        + "; ".join(
+            f"{line.label}: " + ", ".join(f"{y:,.2f} at {x:g} %" for x, y in line.points)
+            for line in panel.lines
+        )
+        for panel in drawn
     ]
+    width = 520 if len(drawn) == 1 else 360
     picture = Picture(
-        820, 460, "Perplexity of Gemma-3-270M, just after pruning",
-        f"Lower is better. The dense model has {dense:.2f}. {'; '.join(sentences)}.",
+        240 + (width + 60) * len(drawn), 460, "Perplexity of Gemma-3-270M, just after pruning",
+        f"Lower is better. {'. '.join(sentences)}.",
     )  # fmt: skip
-    x_of = lambda x: 70 + (x - 30) * 12.5  # noqa: E731
-    y_of = logarithmic(12, TOP, 400, 70)
-    chart = Chart(picture, x_of, y_of, 60, 580, 70, 400)
-    percents = (30, 40, 50, 60, 70)
-    chart.ticks(
-        [(x, f"{x} %") for x in percents], [(y, str(y)) for y in (12, 15, 20, 30, 50, 70, 100)],
-        "zeros among the weights of all layers", "perplexity (lower is better)",
-    )  # fmt: skip
-    picture.shape(
-        "line", x1=60, x2=580, y1=y_of(dense), y2=y_of(dense), stroke=DARK, stroke_dasharray="2 4"
-    )
-    chart.taken.append(y_of(dense))
-    picture.text(580 + 10, y_of(dense) + 5, f"dense: {dense:.2f}")
-    for line in lines:
-        beyond = [point for point in line.points if point[1] > TOP]
-        if beyond:
-            line.label += f" ({beyond[0][1]:,.0f} at {beyond[0][0]:g} %)"
-        chart.line(line)
+    for number, panel in enumerate(drawn):
+        draw_panel(picture, panel, 60 + (width + 60) * number, width, has_labels=len(drawn) == 1)
+    if len(drawn) > 1:  # a legend in place of labels
+        x = (width + 60) * len(drawn) + 20
+        for number, line in enumerate(drawn[0].lines):
+            y, top = 90 + 26 * number, drawn[0].ticks[-1]
+            best = min(y for panel in drawn for _, y in panel.lines[number].points)
+            words = f"{line.label} (above {top})" if best > top else line.label
+            picture.shape("line", x1=x, x2=x + 20, y1=y, y2=y, stroke=line.colour, stroke_width=2.5)
+            picture.text(x + 28, y + 5, words, colour=line.colour)
     return picture
+
+
+def draw_panel(picture: Picture, panel: Panel, left: int, width: int, *, has_labels: bool) -> None:
+    """The axes and lines of a panel; a line that is cut off as a whole has no place."""
+    right, (first, last) = left + width, panel.percents
+    x_of = lambda x: left + 10 + (x - first) * ((width - 20) / (last - first))  # noqa: E731
+    y_of = logarithmic(panel.ticks[0], panel.ticks[-1], 400, 70)
+    chart = Chart(picture, x_of, y_of, left, right, 70, 400, has_labels=has_labels)
+    chart.ticks(
+        [(x, f"{x} %") for x in range(first, last + 1, 10)], [(y, str(y)) for y in panel.ticks],
+        "zeros among the weights of all layers", "perplexity (lower is better)" * (left == 60),
+    )  # fmt: skip
+    if panel.title:
+        picture.text((left + right) / 2, 56, panel.title, anchor="middle")
+    y = y_of(panel.dense)
+    picture.shape("line", x1=left, x2=right, y1=y, y2=y, stroke=DARK, stroke_dasharray="2 4")
+    chart.taken.append(y)
+    place = (right + 10, y + 5) if has_labels else (left + 6, y + 16)
+    picture.text(*place, f"dense: {panel.dense:.2f}")
+    for line in panel.lines:
+        beyond = [point for point in line.points if point[1] > panel.ticks[-1]]
+        if beyond and has_labels:
+            line.label += f" ({beyond[0][1]:,.0f} at {beyond[0][0]:g} %)"
+        if beyond != line.points:
+            chart.line(line)
 
 
 def layers() -> Picture:

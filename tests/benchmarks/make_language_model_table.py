@@ -1,116 +1,135 @@
-"""Make the tables of the documentation from what compare_on_language_model.py measured.
+"""Make the tables of the documentation from the rows of language_model_table.py.
 
 python tests/benchmarks/make_language_model_table.py
 """
 
 import json
+import math
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 
 from common import markdown_table
-from compare_on_language_model import perplexity_of, row_of, short, table_of
-from language_model import SCOPES
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "tests" / "benchmarks" / "results" / "language_model_gemma3_270m_202611.json"
-# The same table with kept weights moved; a run of its own.
-UPDATED = RESULTS.with_name("language_model_updates_gemma3_270m_202611.json")
-TEXTS = {"docstrings_held_out_begins.txt": "Documentation of Python modules", "news.txt": "News"}
+ROWS = ROOT / "tests" / "benchmarks" / "results" / "language_models_202611.jsonl"
+TEXTS = {
+    "docstrings_held_out_begins.txt": "documentation of Python modules",
+    "news.txt": "news",
+    "encyclopaedia.txt": "an encyclopaedia",
+}
+NAMES = {
+    "magnitude/row": "magnitude, by rows",
+    "wanda": "Wanda (llm-compressor)",
+    "sparsegpt": "SparseGPT (llm-compressor)",
+    "own": "distprune, its own text",
+    "docstrings+own": "distprune, docstrings and its own text",
+}
 START, END = "<!-- table of a language model -->", "<!-- /table of a language model -->"
+Row = dict[str, Any]
 
 
-def sentence() -> str:
-    """What the README says: the same sparsity by several criteria and scopes."""
-    found = {}
-    for results in (_read(RESULTS), _read(UPDATED)):
-        for cell in results["cells"]:
-            if cell["sparsity"] == 0.5:
-                found[row_of(cell), cell["scope"]] = perplexity_of(cell)
-    return (
-        f"Perplexity of Gemma-3-270M at 50 % (dense: {perplexity_of(results['dense'])}): magnitude "
-        f"{found['magnitude', 'global']} ranked globally and {found['magnitude', 'row']} by row; "
-        f"Wanda {found['wanda', 'global']} globally, {found['wanda', 'global-rms']} with "
-        f'`normalize="rms"`, {found["wanda", "row"]} by row; Fisher {found["fisher", "global"]} '
-        f"globally, by factors {found['factored_fisher', 'global']}; the latter"
-        "\nwith [the kept weights moved](docs/reconstruction.md) "
-        f"{found['factored_fisher, least-squares', 'global']}, and in rounds "
-        f"{found['factored_fisher, rounds', 'global']}; llm-compressor's SparseGPT "
-        f"{found['SparseGPT (llm-compressor)', 'layer']} from the same text. "
-        "[The whole table, and what it is not](docs/criteria.md#which-criterion-which-scope)."
-    )
+def read_rows(file: Path) -> list[Row]:
+    """The rows of a file of results; its last line goes if a run was killed while it wrote it."""
+    if not file.exists():
+        return []
+    *lines, unfinished = file.read_text(encoding="utf-8").split("\n")
+    if unfinished:
+        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return [json.loads(line) for line in lines]
 
 
-def table_of_criteria() -> str:
-    """Markdown: perplexity by criterion, scope and sparsity."""
-    results = _read(RESULTS)
-    dense = results["dense"]
-    cells = [cell for cell in results["cells"] if cell["scope"] in SCOPES]  # as there are now
-    return (
-        f"Perplexity just after pruning, on {dense['all']['num_tokens']:,} tokens; the dense "
-        f"model: {perplexity_of(dense)}.\n\n{table_of(cells)}"
-    )
+def short(value: float) -> str:
+    """A perplexity as the tables have it."""
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
-def table_of_updates() -> str:
-    """Markdown: what each method makes of each text, and what programs need."""
-    results = _read(UPDATED)
-    dense = results["dense"]["all"]
+def with_error(losses: Sequence[float]) -> str:
+    """The perplexity of a text from the mean losses of its windows, with its standard error."""
+    perplexity = math.exp(statistics.fmean(losses))
+    error = perplexity * statistics.stdev(losses) / math.sqrt(len(losses))
+    return f"{short(perplexity)} ± {short(error)}"
+
+
+def name_of(row: Row) -> str:
+    """A method, and whether its result was polished."""
+    name = NAMES.get(row["method"], row["method"])
+    return f"{name}, polished" if row["polish"] else name
+
+
+def column_of(row: Row) -> str:
+    """How much was pruned."""
+    sparsity = row["sparsity"]
+    return sparsity if ":" in sparsity else f"{100 * float(sparsity):g} %"
+
+
+def order_of(row: Row) -> tuple[Any, ...]:
+    """As the methods are in NAMES, each before its polish."""
+    return [*NAMES, row["method"]].index(row["method"]), row["method"], row["polish"]
+
+
+def tables() -> str:
+    """A table for each model and text: methods, and how much they prune."""
+    rows = read_rows(ROWS)
+    settings = rows[0]["facts"]
     parts = [
-        f"Perplexity of Gemma-3-270M on {dense['num_tokens']:,} tokens of four documents; the "
-        f"dense model: {dense['perplexity']:.2f}. Factors of 1.5 are safe, decimals are not.",
-        table_of_methods(results["cells"], lambda cell: cell["all"]["perplexity"]),
-        "The same models on more text:",
+        "Perplexity just after pruning, with its standard error over windows of "
+        f"{settings['length']} tokens. Each text that a method reads has {settings['windows']} "
+        f"such windows; a polish has {settings['steps']} steps towards the dense model. All "
+        "methods are measured on the same windows, so that their differences are surer than "
+        "themselves."
     ]
-    for number, text in enumerate(results["dense_more_text"]["texts"]):
-
-        def value(cell: dict, number: int = number) -> float:
-            return cell["texts"][number]["perplexity"]
-
-        name, size = TEXTS[Path(text["text"]).name], f"{text['num_tokens']:,} tokens"
-        parts.append(f"{name}, {size}; the dense model: {text['perplexity']:.2f}")
-        parts.append(table_of_methods(results["more_text"], value))
-    seconds = ", ".join(
-        f"{row_of(cell)} {cell['cpu_seconds']:,.0f} s"
-        for cell in results["cells"]
-        if "cpu_seconds" in cell and cell["scope"] != "2:4" and cell["sparsity"] == 0.5
-    )
-    parts.append(f"Processor time at 50 %, with loading and saving, beside other work: {seconds}.")
+    for model in dict.fromkeys(row["model"] for row in rows):
+        dense, *pruned = (row for row in rows if row["model"] == model)
+        pruned.sort(key=order_of)
+        columns = sorted({column_of(row) for row in pruned}, key=lambda name: (":" in name, name))
+        for text, kind in TEXTS.items():
+            losses = dense["texts"][text]
+            number = len(losses) * (settings["length"] - 1)
+            cells = {(name_of(r), column_of(r)): with_error(r["texts"][text]) for r in pruned}
+            lines = [("method", *columns)]
+            for name in dict.fromkeys(map(name_of, pruned)):
+                lines.append((name, *(cells.get((name, column), "-") for column in columns)))
+            told = f"{model}, {kind}, {number:,} tokens; the dense model: {with_error(losses)}"
+            parts += [told, markdown_table(lines)]
+        seconds = [
+            f"{name_of(row)} {row['cpu_seconds']:,} s" for row in pruned if row["sparsity"] == "0.5"
+        ]
+        parts.append(f"Processor time at 50 %, of a polish alone: {', '.join(seconds)}.")
     return "\n\n".join(parts)
 
 
-def table_of_methods(cells: list[dict], value_of: Callable[[dict], float]) -> str:
-    """A row per method, the worst first, and a column per sparsity and for 2:4."""
-    found: dict[str, dict[str, float]] = {}
-    for cell in cells:
-        column = "2:4" if cell["scope"] == "2:4" else f"{100 * cell['sparsity']:g} %"
-        found.setdefault(row_of(cell), {})[column] = value_of(cell)
-    columns = sorted({c for row in found.values() for c in row}, key=lambda c: (":" in c, c))
-    rows = [("method", *columns)]
-    for name, values in sorted(found.items(), key=lambda item: -max(item[1].values())):
-        rows.append((name, *(short(values[c]) if c in values else "-" for c in columns)))
-    return markdown_table(rows)
+def sentence() -> str:
+    """What the README says, as soon as all methods are there: one sparsity, on each text."""
+    rows = [row for row in read_rows(ROWS) if row["model"] == "gemma-3-270m"]
+    at_60 = sorted((row for row in rows if row["sparsity"] == "0.6"), key=order_of)
+    if not {row["method"] for row in at_60} >= NAMES.keys():
+        return ""
+
+    def words(row: Row) -> str:
+        perplexities = (short(math.exp(statistics.fmean(row["texts"][text]))) for text in TEXTS)
+        return ", ".join(perplexities)
+
+    return (
+        f"Perplexity of Gemma-3-270M at 60 %, on {', on '.join(TEXTS.values())} (dense: "
+        f"{words(rows[0])}). {'; '.join(f'{name_of(row)}: {words(row)}' for row in at_60)}. "
+        "[All tables](docs/language_models.md)."
+    )
 
 
-def _read(file: Path) -> dict:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-PAGES = {
-    ROOT / "README.md": sentence,
-    ROOT / "docs" / "criteria.md": table_of_criteria,
-    ROOT / "docs" / "reconstruction.md": table_of_updates,
-}
+PAGES = {ROOT / "README.md": sentence, ROOT / "docs" / "language_models.md": tables}
 
 
 def with_tables(page: Path) -> str:
-    """The text of a page, with its table made anew."""
-    text = page.read_text(encoding="utf-8")
+    """The text of a page, with its table made anew; at its end, if it has none."""
+    text, made = page.read_text(encoding="utf-8"), PAGES[page]()
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
-    return f"{before}{START}\n{PAGES[page]()}\n{END}{after}"
+    return f"{before}{START}\n{made}\n{END}{after}" if made else text
 
 
 if __name__ == "__main__":

@@ -1,16 +1,62 @@
-"""The tables of the documentation are what was measured on a real language model."""
+"""The tables of the documentation are what was measured on real language models."""
 
+import json
+import math
 import sys
-from pathlib import Path
 
 import pytest
+from examples_of_pages import DOCS, ROOT
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(DOCS))
+sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
 
+import draw_pictures
 import make_language_model_table as maker
 
 
+@pytest.mark.skipif(not maker.ROWS.exists(), reason="nothing has been measured")
 @pytest.mark.parametrize("page", maker.PAGES, ids=lambda page: page.name)
 def test_tables_are_made_from_the_results(page):
     assert maker.START in page.read_text(encoding="utf-8")
     assert maker.with_tables(page) == page.read_text(encoding="utf-8")
+
+
+def test_a_table_and_a_picture_of_two_texts(tmp_path, monkeypatch):
+    """Of the mean losses of windows: perplexity with its standard error, and a line per method."""
+    results = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(maker, "ROWS", results)
+    monkeypatch.setattr(draw_pictures, "TABLE", results)
+
+    def write(*cells):
+        """A row of each cell: windows of `low` and four times it have twice it as perplexity."""
+        with results.open("a") as stream:
+            for sparsity, method, polish, low in cells:
+                texts = {text: [math.log(low), math.log(4 * low)] for text in maker.TEXTS}
+                row = {"model": "gemma-3-270m", "sparsity": sparsity, "method": method}
+                row |= {"polish": polish, "cpu_seconds": 1234, "texts": texts}
+                facts = {"windows": 32, "length": 256, "steps": 40}
+                stream.write(json.dumps({**row, "facts": facts}) + "\n")
+
+    write(("0", "dense", 0, 10), ("0.5", "taylor/layer", 0, 1000), ("2:4", "own", 40, 20))
+    before = str(draw_pictures.perplexity())
+    assert maker.sentence() == "" and "one shot" in before
+    for sparsity, low in (("0.6", 20), ("0.5", 15)):
+        write((sparsity, "own", 40, low), (sparsity, "sparsegpt", 0, 2 * low))
+        write((sparsity, "magnitude/row", 0, 10**5), (sparsity, "wanda", 0, 60))
+        write((sparsity, "docstrings+own", 0, 25), (sparsity, "docstrings+own", 40, low))
+
+    made = maker.tables()
+    assert "news, 510 tokens; the dense model: 20.00 ± 13.86\n" in made
+    table = [[word.strip() for word in line.split("|")[1:-1]] for line in made.splitlines()]
+    assert table.count(["method", "50 %", "60 %", "2:4"]) == 3
+    own = ["distprune, its own text, polished", "30.00 ± 20.79", *2 * ["40.00 ± 27.73"]]
+    assert own in table and ["taylor/layer", "2,000 ± 1,386", "-", "-"] in table
+    order = [line[0] for line in table if line]
+    assert order.index("SparseGPT (llm-compressor)") < order.index(own[0])
+    assert "SparseGPT (llm-compressor) 1,234 s" in made
+    assert "SparseGPT (llm-compressor): 80.00, 80.00, 80.00; distprune, its own" in maker.sentence()
+
+    picture = str(draw_pictures.perplexity())
+    assert picture.count("<polyline") == 2 * 5 and picture.count(">SparseGPT</text>") == 1
+    assert ">news</text>" in picture and ">magnitude (above 400)</text>" in picture
+    assert "SparseGPT: 60.00 at 50 %, 80.00 at 60 %" in picture

@@ -1,18 +1,17 @@
 """Prune a language model with llm-compressor. It runs in an environment that has llmcompressor.
 
-python llm_compressor.py MODEL OUT --modifier SparseGPTModifier --sparsity 0.5 --windows FILE
+python llm_compressor.py MODEL OUT --modifier SparseGPTModifier --sparsity 0.5 --windows FILE...
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
 import torch
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers import pruning
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 
@@ -23,10 +22,10 @@ def main() -> None:
     parser.add_argument("--modifier", required=True)
     parser.add_argument("--sparsity", type=float, required=True)
     parser.add_argument("--mask-structure", default="0:0")
-    parser.add_argument("--windows", type=Path, required=True)
+    parser.add_argument("--windows", nargs="+", required=True, help="of `distprune write-text`")
     settings = parser.parse_args()
 
-    windows = json.loads(settings.windows.read_text())
+    windows = torch.cat([load_file(file)["tokens"] for file in settings.windows]).tolist()
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
     modifier = getattr(pruning, settings.modifier)(
         sparsity=settings.sparsity,
