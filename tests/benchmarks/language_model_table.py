@@ -235,5 +235,6 @@ def key_of(row: Row) -> tuple[Any, ...]:
 
 if __name__ == "__main__":
     chosen = parse_settings()
+    transformers.utils.logging.disable_progress_bar()
     for name in chosen.model:
         Table(name, chosen).fill()

@@ -106,6 +106,7 @@ def test_the_scope_follows_the_criterion(given, scope, sparsity, monkeypatch):
         (["--criterion", "wanda"], "needs --calibrate"),
         (["--criterion", "magnitude", "--scope", "owl"], "needs --calibrate"),
         (["--calibrate", "a", "--update", "rounds", "--scope", "row"], "goes with --scope global"),
+        (["--update", "rounds", "--criterion", "magnitude", "--own-text"], "that reads text"),
     ],
 )
 def test_wrong_settings_end_with_a_sentence(given, said, capsys):
