@@ -76,6 +76,8 @@ def parse_settings() -> argparse.Namespace:
         is_known = name in PEERS or name.partition("/")[2] in SCOPES
         if len(cell) != 2 or not (is_known or set(name.split("+")) <= {"docstrings", "own"}):
             parser.error(f"expected cells such as 0.5:own, 2:4:wanda or 0.6:taylor/row; got {cell}")
+        if name not in here and name in PEERS:
+            parser.error(f"{name} needs llm-compressor; expected `make peers`, or --peer-python")
     return settings
 
 
@@ -88,7 +90,8 @@ class Table:
 
     def __init__(self, name: str, settings: argparse.Namespace) -> None:
         self.name, self.settings = name, settings
-        self.source, self.work = settings.folder / name, settings.folder / f"{name}-table"
+        self.source = settings.folder / name
+        self.work = settings.folder / f"{name}-table-{settings.windows}x{settings.length}"
         self.work.mkdir(exist_ok=True)
         self.tokenizer = language_models.load_tokenizer(self.source)
         texts = [settings.folder / text for text in TEXTS]
@@ -136,7 +139,8 @@ class Table:
             if key[-1]:
                 before = cpu_seconds()
                 self.polish(model, texts)
-            self.add(key, cpu_seconds() - before, model)
+            read = [digest for _, digest in self.read(texts).digests()] if texts else []
+            self.add(key, cpu_seconds() - before, model, read=read)
         shutil.rmtree(folder)
 
     def windows_of(self, source: str) -> Path:

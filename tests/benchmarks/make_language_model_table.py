@@ -99,7 +99,8 @@ def tables() -> str:
         seconds = [
             f"{name_of(row)} {row['cpu_seconds']:,} s" for row in pruned if row["sparsity"] == "0.5"
         ]
-        parts.append(f"Processor time at 50 %, of a polish alone: {', '.join(seconds)}.")
+        told = "Processor time at 50 %, of a polish without what it goes on from"
+        parts.append(f"{told}: {', '.join(seconds)}.")
     return "\n\n".join(parts)
 
 

@@ -27,6 +27,7 @@ def folder(tmp_path, monkeypatch):
     """A model with texts; programs run in this process, and llm-compressor is a stand-in."""
     monkeypatch.setattr(table, "run", lambda *command: run(monkeypatch, [str(c) for c in command]))
     save_tiny_llama(tmp_path / "gemma-3-270m", initializer_range=0.2)
+    (tmp_path / "peer-python").touch()
     for seed, name in enumerate(["docstrings_train.txt", *table.TEXTS]):
         write_text(tmp_path / name, 900, seed=seed)
     return tmp_path
@@ -38,7 +39,7 @@ def run(monkeypatch, command):
             distprune(command[3:])
         assert not done.value.code, command
         return
-    assert command[0] == "peer-python"
+    assert command[0].endswith("peer-python")
     pruning = {n: lambda name=n, **given: {"name": name, **given} for n in table.PEERS.values()}
     for name, module in {
         "datasets": {"Dataset": types.SimpleNamespace(from_dict=dict)},
@@ -71,7 +72,7 @@ def fill(monkeypatch, folder, *more, cells=CELLS):
     results = folder / "rows.jsonl"
     given = [
         "script", "--model", "gemma-3-270m", "--folder", folder, "--results", results, *SIZE,
-        "--steps", 2, "--evaluation-windows", 3, "--peer-python", "peer-python", "--cells",
+        "--steps", 2, "--evaluation-windows", 3, "--peer-python", folder / "peer-python", "--cells",
         ",".join(cells), *more,
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", list(map(str, given)))
@@ -99,6 +100,10 @@ def test_every_method_is_measured_once(folder, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         fill(monkeypatch, folder, cells=["0.5:unknown"])
     assert "expected cells such as 0.5:own" in capsys.readouterr().err
+    (folder / "peer-python").unlink()
+    with pytest.raises(SystemExit):
+        fill(monkeypatch, folder)
+    assert "wanda needs llm-compressor; expected `make peers`" in capsys.readouterr().err
 
 
 def test_the_polish_is_that_of_the_command(folder, monkeypatch):
