@@ -23,7 +23,7 @@ if not any(argument.startswith("--device") for argument in sys.argv):
 # Folders and files whose tests take long; of their matrices, a sample runs by default.
 SAMPLED = (
     "distributed", "files", "golden", "integrations", "cli", "launch", "language_models",
-    "selftest", "streaming", "test_blocks", "test_fingerprint", "test_many_ranks", "test_ranking",
+    "selftest", "streaming", "test_blocks", "test_fingerprint", "test_geometry", "test_ranking",
 )  # fmt: skip
 # Of wrappings, tests of the contract run on every kind, or with every number of processes; others
 # on one that holds tensors and on one that holds DTensors, which are others in each test.

@@ -1,7 +1,6 @@
-"""``reconstruct`` of one block of a 1B-shaped decoder, beside a plain SparseGPT.
+"""``reconstruct`` of one block of a 1B-shaped decoder, on one process and on ranks.
 
-Both have the Gram matrices of the same inputs, which cost what they cost for both, and grow with
-the calibration text; what comes after them does not.
+Only the Gram matrices of the inputs grow with the calibration text; what comes after them does not.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ def tables(options: Options) -> Iterator[Table]:
     width, hidden, num_tokens = (64, 256, 512) if options.quick else (2048, 8192, 8192)
     threads = os.cpu_count() or 1
     found = {}
-    for name, ranks, dtype, has_rival in (
-        ("one process", 1, "float64", True),
-        ("one process, float32", 1, "float32", False),
-        ("FSDP2, 2 ranks", 2, "float64", False),
+    for name, ranks, dtype in (
+        ("one process", 1, "float64"),
+        ("one process, float32", 1, "float32"),
+        ("FSDP2, 2 ranks", 2, "float64"),
     ):
-        arguments = width, hidden, num_tokens, max(1, threads // ranks), dtype, has_rival
+        arguments = width, hidden, num_tokens, max(1, threads // ranks), dtype
         each = on_ranks(measure, ranks, *arguments, timeout=3600)
         found[name] = {key: max(values[key] for values in each) for key in each[0]}
     rows = [
@@ -59,10 +58,6 @@ def tables(options: Options) -> Iterator[Table]:
         for name, each in found.items()
     ]
     one, _, two = found.values()
-    rival, error = one["sparse_gpt"], one["sparse_gpt_error"]
-    rows.append(
-        ["SparseGPT (plain), one process", one["collect"], None, rival, error, one["grams"], None]
-    )
     seconds = [each["mask"] + each["solve"] for each in (one, two)]
     yield Table(
         f"reconstruct of a block, {width} inputs, {hidden} hidden units, {num_tokens:,} tokens",
@@ -72,20 +67,16 @@ def tables(options: Options) -> Iterator[Table]:
         ],
         rows,
         [
-            Verdict("error of reconstruct / error of SparseGPT", one["error"] / error, 1),
-            Verdict("mask and solve / SparseGPT, one process", seconds[0] / rival, 1, is_aim=True),
             Verdict("2 ranks / one process", seconds[1] / seconds[0], 1, is_aim=True),
         ],
         [
-            "Masks: Wanda by rows, 50 %; SparseGPT chooses its own. The error is that of the "
-            "outputs on the calibration data, the mean over the matrices.",
+            "Masks: Wanda by rows, 50 %. The error is that of the outputs on the calibration data, "
+            "the mean over the matrices.",
         ],
     )  # fmt: skip
 
 
-def measure(
-    width: int, hidden: int, num_tokens: int, threads: int, dtype: str, has_rival: bool
-) -> dict[str, Any]:
+def measure(width: int, hidden: int, num_tokens: int, threads: int, dtype: str) -> dict[str, Any]:
     """On every rank: seconds and bytes of each phase."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -105,8 +96,6 @@ def measure(
                 block(batch)
 
     found: dict[str, Any] = {"collect": measured(collect).seconds, "grams": grams.num_bytes() / 1e6}
-    if has_rival:
-        found |= _rival(pairs, grams)
 
     def choose() -> None:
         prune.global_unstructured(
@@ -129,47 +118,3 @@ def measure(
         "peak": solved.peak_extra_bytes / 1e6,
     }
     return found
-
-
-def _rival(pairs: list[tuple[nn.Module, str]], grams: GramMatrices) -> dict[str, float]:
-    found = {"sparse_gpt": 0.0, "sparse_gpt_error": 0.0}
-    for pair in pairs:
-        weight, gram = getattr(*pair).detach(), grams.matrix(*pair)
-        run = measured(lambda weight=weight, gram=gram: sparse_gpt(weight, gram, AMOUNT))
-        change, whole = (x.double() for x in (weight - run.result, weight))
-        error = ((change @ gram.double()) * change).sum() / ((whole @ gram.double()) * whole).sum()
-        found["sparse_gpt"] += run.seconds
-        found["sparse_gpt_error"] += float(error) / len(pairs)
-    return found
-
-
-def sparse_gpt(weight: Tensor, gram: Tensor, sparsity: float) -> Tensor:
-    """A plain SparseGPT, as its paper has it (arXiv 2301.00774), in blocks of 128 columns.
-
-    Args:
-        weight: [outputs, inputs].
-        gram: [inputs, inputs], without damping.
-    """
-    new, gram = weight.float().clone(), gram.float().clone()
-    unseen = gram.diagonal() == 0
-    gram.diagonal()[unseen] = 1
-    new[:, unseen] = 0
-    gram.diagonal().add_(0.01 * gram.diagonal().mean())
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-    upper = torch.linalg.cholesky(inverse, upper=True)
-    for first in range(0, new.shape[1], 128):
-        last = min(first + 128, new.shape[1])
-        block, errors = new[:, first:last].clone(), torch.zeros_like(new[:, first:last])
-        inner = upper[first:last, first:last]
-        scores = block.square() / inner.diagonal().square()
-        threshold = scores.flatten().kthvalue(max(1, int(scores.numel() * sparsity))).values
-        prune = scores <= threshold
-        for column in range(last - first):
-            kept = block[:, column].masked_fill(prune[:, column], 0)
-            error = (block[:, column] - kept) / inner[column, column]
-            block[:, column:] -= error.unsqueeze(1) * inner[column, column:]
-            block[:, column] = kept
-            errors[:, column] = error
-        new[:, first:last] = block
-        new[:, last:] -= errors @ upper[first:last, last:]
-    return new.to(weight.dtype)

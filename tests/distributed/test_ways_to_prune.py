@@ -1,7 +1,8 @@
-"""Ways to prune with scores, budgets, scopes and channels: on any wrapping that of one process.
+"""Ways to prune with scores, budgets and channels: on any wrapping that of one process.
 
 A row prunes a model some times and returns what its reports say. The same row on one rank's whole
-model tells what masks and facts to expect; where a row has an oracle, that is compared with it.
+model tells what masks and facts to expect; it is compared with an oracle. Budgets on wrappings, and
+scopes by every kind of score, are in tests/golden.
 """
 
 import functools
@@ -75,16 +76,14 @@ class Row:
 
     Attributes:
         run: prunes a Subject; returns facts of its reports.
-        oracle: from the values, by name, the masks of one process; None if another test has one.
+        oracle: from the values, by name, the masks of one process.
         data, dtype: of the parameters; see helpers.models.fill.
-        is_even: whether the sizes are divisible, as patterns need it.
     """
 
     run: Callable[[Subject], object]
-    oracle: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    oracle: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     data: str = "normal"
     dtype: str = "float32"
-    is_even: bool = False
 
 
 def few_scores(values: dict[str, Tensor], names=WEIGHTS, dtype="float32") -> dict[str, Tensor]:
@@ -106,13 +105,6 @@ def in_rounds(amounts, scores_of: Callable, key=abs) -> Callable:
         return keeps
 
     return oracle
-
-
-def by_budget(name: str, data: str, dtype: str) -> Row:
-    def run(s: Subject) -> list:
-        return [s.prune(amount=amount(s.pairs())) for amount in BUDGETS[name]]
-
-    return Row(run, data=data, dtype=dtype)
 
 
 def signed(dtype: str, with_shards: bool) -> Row:
@@ -164,26 +156,6 @@ def factored(normalize: str | None, data: str, dtype: str, has_factors: bool = T
         return scores
 
     return Row(run, in_rounds(amounts, scores_of), data, dtype)
-
-
-def by_scope(kind: str, **way) -> Row:
-    """Rows, layers and N:M by every kind of score."""
-
-    def run(s: Subject) -> list:
-        scores = few_scores(s.whole)
-        if kind == "factors":
-            scores = {
-                name: prune.FactoredScores([[v[:1].abs() + 1, v[:, :1].abs()]])
-                for name, v in scores.items()
-            }
-        method = {"signed": prune.LowestScore, "random": prune.RandomUnstructured}
-        given = None if kind == "random" else s.given(scores)
-        return s.prune(
-            method.get(kind, prune.L1Unstructured), WEIGHTS, given,
-            normalize="rms" if kind == "normalised" else None, **way,
-        )  # fmt: skip
-
-    return Row(run, data="few", is_even=True)
 
 
 # Channels: name, dimension, indices per channel, whether the part is ranked.
@@ -272,14 +244,7 @@ BUDGETS = {
     "owl": (lambda p: budgets.owl(p, 0.4, RATIOS, lam=0.2), lambda p: budgets.owl(p, 0.5, RATIOS)),
     "mapping": (lambda p: SHARES, lambda p: dict.fromkeys(NAMES, 0.6)),
 }
-WAYS = [{"scope": "layer", "amount": 0.4}, {"scope": "row", "amount": 0.4}, {"pattern": "3:4"}]
 ROWS = {
-    **{f"{name}, {data} {dtype}": by_budget(name, data, dtype) for name, data, dtype in (
-        ("uniform", "few", "float32"), ("uniform", "zeros", "float16"),
-        ("erk", "normal", "mixed"), ("erk", "equal", "bfloat16"),
-        ("owl", "rounded", "float64"), ("owl", "few", "bfloat16"),
-        ("mapping", "few", "mixed"), ("mapping", "denormal", "float32"),
-    )},
     **{f"signed {dtype}": signed(dtype, dtype == "float32")
        for dtype in ("float32", "bfloat16", "float64", "int64")},
     "factors": factored("rms", "normal", "float64"),
@@ -289,8 +254,6 @@ ROWS = {
     "factors of tiny values": factored("mean", "denormal", "float32"),
     "normalised": factored("rms", "rounded", "bfloat16", has_factors=False),
     "normalised mixed": factored("l2", "normal", "mixed", has_factors=False),
-    **{f"{way.get('scope', '3:4')} {kind}": by_scope(kind, **way)
-       for kind in ("tensors", "normalised", "signed", "factors", "random") for way in WAYS},
     "channels": by_channel(2, "few"),
     "channels rms": by_channel(2, "normal", normalize="rms"),
     "channels of ties": by_channel(1, "equal", "bfloat16"),
@@ -308,14 +271,14 @@ def differences(wrapping: str, names: list[str]) -> list[str]:
     wrong = []
     for name in names:
         row = ROWS[name]
-        sizes = EVEN if row.is_even or wrapping.startswith("fsdp2_dim1") else UNEVEN
+        sizes = EVEN if wrapping.startswith("fsdp2_dim1") else UNEVEN
         # A flat parameter has one dtype.
         is_flat = wrapping.startswith("fsdp1") and row.dtype == "mixed"
         made = row.data, "float32" if is_flat else row.dtype, sizes
         single = Subject("plain-1", *made, alone)
         expected = row.run(single)
         keeps = single.masks()
-        for other, keep in (row.oracle(single.whole) if row.oracle else {}).items():
+        for other, keep in row.oracle(single.whole).items():
             wrong += [f"{name} {other}: not the oracle's"] * (not torch.equal(keep, keeps[other]))
         sharded = Subject(wrapping, *made)
         found = row.run(sharded)

@@ -2,6 +2,4 @@
 
 from distprune.testing import preload
 
-preload(
-    "transformers.trainer", "transformers.models.llama.modeling_llama", "peft", "renamed_families"
-)
+preload("transformers.trainer", "transformers.models.llama.modeling_llama", "peft")

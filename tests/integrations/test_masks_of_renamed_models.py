@@ -1,8 +1,10 @@
 """Masks of a checkpoint reach the model that transformers makes of it, whatever it renames."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
-import renamed_families
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
@@ -26,6 +28,32 @@ from helpers.sampling import every
 REFUSED = {"Inkling2LoopDequantizeExperts", "Inkling2LoopMergeMessageQueries", "Inkling2UnpadVocab"}
 
 
+SETTINGS = json.loads(Path(__file__).with_name("renamed_families.json").read_text())
+# By family: the classes of the model and of its config, and the arguments of the latter.
+FAMILIES = {
+    family: (getattr(hf, model), getattr(hf, config), settings)
+    for family, (model, config, settings) in SETTINGS.items()
+}
+
+
+def make(family: str, **changes) -> nn.Module:
+    """A model of a family without any zero among its weights."""
+    cls, config, settings = FAMILIES[family]
+    model = cls(config(**{**settings, **changes}))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            parameter[parameter == 0] = 1
+    return model
+
+
+def save(family: str, folder, **changes):
+    """Write a checkpoint as transformers does."""
+    make(family, **changes).save_pretrained(folder)
+    return folder
+
+
 # Everything that has a dimension, so that nothing is spared by the default selection.
 EVERYTHING = raw_recipe(0.5, include=("*",), min_ndim=1)
 # Matrices alone, and not all of them: some tensors that are merged have no mask.
@@ -37,7 +65,7 @@ def pruned(tmp_path):
     """Save a family's model, prune the files, and give the folder."""
 
     def make(family, recipe=EVERYTHING, **changes):
-        source = renamed_families.save(family, tmp_path / "source", **changes)
+        source = save(family, tmp_path / "source", **changes)
         pruning.prune(planning.plan(source, recipe), tmp_path / "pruned")
         return tmp_path / "pruned"
 
@@ -65,11 +93,11 @@ def zeros_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recipe", [EVERYTHING, SOME], ids=["everything", "some"])
-@pytest.mark.parametrize("family", every(2, renamed_families.FAMILIES))
+@pytest.mark.parametrize("family", every(2, FAMILIES))
 def test_masks_are_the_zeros_that_transformers_loads(pruned, family, recipe):
     folder = pruned(family, recipe)
-    cls = renamed_families.FAMILIES[family][0]
-    model, dense = cls.from_pretrained(folder), renamed_families.make(family)
+    cls = FAMILIES[family][0]
+    model, dense = cls.from_pretrained(folder), make(family)
     zeros = zeros_of(model)
     weights = {name: value.clone() for name, value in model.named_parameters()}
     report = prune.load_masks(model, folder)
@@ -107,9 +135,9 @@ def test_a_base_model_has_a_prefix_less_and_one_with_a_head_a_prefix_more(pruned
     assert set(report.unexpected_keys) == rest
     assert not is_masked_where_zero(model, zeros)
 
-    renamed_families.make(family).base_model.save_pretrained(tmp_path / "base")
+    make(family).base_model.save_pretrained(tmp_path / "base")
     pruning.prune(planning.plan(tmp_path / "base", EVERYTHING), tmp_path / "pruned_base")
-    model = renamed_families.FAMILIES[family][0].from_pretrained(tmp_path / "pruned_base")
+    model = FAMILIES[family][0].from_pretrained(tmp_path / "pruned_base")
     zeros = {f"{model.base_model_prefix}.{n}": z for n, z in zeros_of(model.base_model).items()}
     assert not prune.load_masks(model, tmp_path / "pruned_base").unexpected_keys
     assert not is_masked_where_zero(model, zeros)
@@ -117,7 +145,7 @@ def test_a_base_model_has_a_prefix_less_and_one_with_a_head_a_prefix_more(pruned
 
 def test_experts_that_are_transposed_on_loading(tmp_path):
     """The same checkpoint as it was written before: experts as [experts, inputs, outputs]."""
-    source = renamed_families.save("qwen3_vl_moe", tmp_path / "source")
+    source = save("qwen3_vl_moe", tmp_path / "source")
     state = load_file(source / "model.safetensors")
     names = [name for name in state if ".experts." in name]
     state |= {name: state[name].transpose(1, 2).contiguous() for name in names}
@@ -153,7 +181,7 @@ def wrap(model: nn.Module, kind: str) -> nn.Module:
 
 def sharded_masks(family: str, wrapping: str, folder: str) -> dict[str, np.ndarray]:
     """All masks, whole."""
-    model = wrap(renamed_families.FAMILIES[family][0].from_pretrained(folder), wrapping)
+    model = wrap(FAMILIES[family][0].from_pretrained(folder), wrapping)
     prune.load_masks(model, folder)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return {n.removesuffix("_mask"): m.bool().numpy() for n, m in state.items() if "_mask" in n}
@@ -163,7 +191,7 @@ def sharded_masks(family: str, wrapping: str, folder: str) -> dict[str, np.ndarr
 @pytest.mark.parametrize("family", ["mixtral", "nomic_bert"])
 def test_sharded_models_get_the_same(pruned, family, wrapping):
     folder = pruned(family, SOME)
-    zeros = zeros_of(renamed_families.FAMILIES[family][0].from_pretrained(folder))
+    zeros = zeros_of(FAMILIES[family][0].from_pretrained(folder))
     zeros = {name: zero.numpy() for name, zero in zeros.items() if zero.any()}
     for masks in run_ranks(sharded_masks, 2, family, wrapping, str(folder)):
         assert masks.keys() == zeros.keys()
@@ -177,7 +205,7 @@ def everything_of(model: nn.Module) -> list:
 
 def save_live(family: str, source: str, folder: str, wrapping: str = "plain") -> None:
     """Prune a loaded model, and save its masks."""
-    model = renamed_families.FAMILIES[family][0].from_pretrained(source)
+    model = FAMILIES[family][0].from_pretrained(source)
     model = wrap(model, wrapping) if wrapping != "plain" else model
     pairs = everything_of(model)
     # Some parameters of those that are saved together have no mask.
@@ -186,11 +214,11 @@ def save_live(family: str, source: str, folder: str, wrapping: str = "plain") ->
     prune.save_masks(model, folder)
 
 
-@pytest.mark.parametrize("family", every(2, renamed_families.FAMILIES, 1))
+@pytest.mark.parametrize("family", every(2, FAMILIES, 1))
 def test_masks_of_a_live_model_are_for_its_checkpoint(tmp_path, family):
     """``distprune apply`` takes them; and the pruned files are what the live model was."""
-    source, cls = tmp_path / "source", renamed_families.FAMILIES[family][0]
-    renamed_families.save(family, source)
+    source, cls = tmp_path / "source", FAMILIES[family][0]
+    save(family, source)
     save_live(family, source, tmp_path / "masks")
     pruning.apply(tmp_path / "masks", open_checkpoint(source), tmp_path / "pruned")
     model, other = cls.from_pretrained(tmp_path / "pruned"), cls.from_pretrained(source)
@@ -203,7 +231,7 @@ def test_masks_of_a_live_model_are_for_its_checkpoint(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["mixtral", "nomic_bert"])
 def test_a_sharded_model_saves_the_same_bytes(tmp_path, family):
-    renamed_families.save(family, tmp_path / "source")
+    save(family, tmp_path / "source")
     save_live(family, tmp_path / "source", tmp_path / "masks")
     folder = tmp_path / "sharded"
     run_ranks(save_live, 2, family, str(tmp_path / "source"), str(folder), "fsdp2")
@@ -212,7 +240,7 @@ def test_a_sharded_model_saves_the_same_bytes(tmp_path, family):
 
 
 def test_masks_under_the_names_of_the_model(tmp_path):
-    model, other = renamed_families.make("mixtral"), renamed_families.make("mixtral")
+    model, other = make("mixtral"), make("mixtral")
     prune.global_unstructured(everything_of(model), prune.L1Unstructured, amount=0.5)
     with pytest.raises(ValueError, match="names='files'; expected 'checkpoint' or 'model'"):
         prune.save_masks(model, tmp_path, names="files")
@@ -259,7 +287,7 @@ def test_a_computing_conversion_is_refused_by_name(pruned):
 
 def test_a_renaming_of_the_user_and_two_masks_for_one_parameter(tmp_path):
     """transformers loads the first of two such tensors; so the second one's mask is for nobody."""
-    source = renamed_families.save("llama", tmp_path / "source")
+    source = save("llama", tmp_path / "source")
     state = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     state["model.layers.0.ffn.up_proj.weight"] = state[name].flip(0).contiguous()
@@ -287,7 +315,7 @@ class ThereAndBack(AddOne):
     [(AddOne(), "has no reverse"), (ThereAndBack(), r"up_proj\.weight: transformers saves it by")],
 )
 def test_masks_that_cannot_be_saved_as_transformers_would(tmp_path, operation, message):
-    model = renamed_families.make("llama")
+    model = make("llama")
     model._weight_conversions = [
         loading.WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [operation])
     ]
@@ -298,6 +326,6 @@ def test_masks_that_cannot_be_saved_as_transformers_would(tmp_path, operation, m
         prune.save_masks(model, tmp_path)
     assert not list(tmp_path.iterdir())
     prune.save_masks(model, tmp_path, names="model")
-    other = renamed_families.make("llama")
+    other = make("llama")
     prune.load_masks(other, tmp_path)
     assert all(torch.equal(mask, masks_of(model)[name]) for name, mask in masks_of(other).items())

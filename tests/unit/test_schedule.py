@@ -1,7 +1,9 @@
 """Schedules as functions of the step."""
 
+import copy
 import itertools
 import math
+import pickle
 from fractions import Fraction
 
 import numpy as np
@@ -10,7 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import distprune as prune
 from distprune import schedule
+from distprune.call import run
+from helpers import reference
+from helpers.models import Net, fill
 from helpers.sampling import num_examples
 
 STEPS = st.integers(0, 60)
@@ -134,3 +140,199 @@ def test_schedules_are_values():
     function = schedule.Function(some_function, 3)
     assert repr(function) == "Function(fn=some_function, frequency=3, begin=0, end=None)"
     assert function == schedule.Function(some_function, 3)
+
+
+# The pruner that follows a schedule, on one process.
+
+
+def weights(model):
+    return prune.select(model, names=("weight", "bias"), everything=True)
+
+
+def total(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def zeros(targets):
+    return sum(int((getattr(m, n + "_mask") == 0).sum()) for m, n in targets)
+
+
+@pytest.mark.parametrize(("scores", "num_reads"), [(None, 1), ({}, 2)])
+def test_a_due_step_reads_the_parameters_once(scores, num_reads, monkeypatch):
+    """Unless there are scores: a function for them may change the model before they are used."""
+    reads, read = [], run.read_parameters
+    monkeypatch.setattr(run, "read_parameters", lambda *args: (reads.append(args), read(*args))[1])
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(
+        weights(model), schedule.OneShot(0, 0.5), importance_scores=scores
+    )
+    assert pruner.step() is not None
+    assert len(reads) == num_reads
+
+
+def test_nothing_is_pruned_where_the_model_is_pruned_further_already():
+    model = fill(Net(), "normal", "float32")
+    prune.global_unstructured(weights(model), prune.L1Unstructured, amount=0.6)
+    before = zeros(weights(model))
+    pruner = schedule.ScheduledPruner(weights(model), schedule.Linear(0, 4, 1, 0.8))
+    results = [pruner.step() for _ in range(5)]
+    assert [report is None for report in results] == [True, True, True, True, False]
+    assert results[-1].num_pruned_before == before == round(0.6 * total(model))
+    assert zeros(weights(model)) == round(0.8 * total(model))
+
+
+def test_a_decreasing_function_takes_nothing_back():
+    model = fill(Net(), "normal", "float32")
+    values = [0.2, 0.5, 0.3, 0.5, 0.6]
+    pruner = schedule.ScheduledPruner(weights(model), schedule.Function(values.__getitem__))
+    done = [pruner.step() is not None for _ in values[:3]]
+    assert done == [True, True, False] and pruner.sparsity == 0.5
+    assert [pruner.step() is not None for _ in values[3:]] == [False, True]
+
+
+def test_a_step_that_fails_does_not_count():
+    model = fill(Net(), "normal", "float32")
+    answers = iter([math.nan, 0.5, 0.5])
+    pruner = schedule.ScheduledPruner(weights(model), schedule.Function(lambda step: next(answers)))
+    with pytest.raises(ValueError, match=r"fn\(0\)=nan"):
+        pruner.step()
+    assert pruner.num_steps == 0 and pruner.sparsity == 0.0 and not prune.is_pruned(model)
+    assert pruner.step().num_pruned == round(0.5 * total(model))
+    assert pruner.step() is None and pruner.num_steps == 2
+
+    def no_scores():
+        raise LookupError("no gradients yet")
+
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(
+        weights(model), schedule.OneShot(0, 0.5), importance_scores=no_scores
+    )
+    state = pruner.state_dict()
+    with pytest.raises(LookupError, match="no gradients yet"):
+        pruner.step()
+    assert pruner.state_dict() == state and not prune.is_pruned(model)
+
+
+def test_scores_are_asked_for_when_something_is_pruned():
+    model = fill(Net(), "normal", "float32")
+    calls = []
+
+    def scores():
+        calls.append(pruner.num_steps)
+        return {(m, n): -getattr(m, n + "_orig" if prune.is_pruned(m) else n).abs() + 10
+                for m, n in weights(model)}  # fmt: skip
+
+    pruner = schedule.ScheduledPruner(
+        weights(model), schedule.Linear(1, 5, 2, 0.5), importance_scores=scores
+    )
+    largest = max(float(p.detach().abs().max()) for p in model.parameters())
+    for _ in range(8):
+        pruner.step()
+    assert calls == [3, 5]  # at step 1 the target is 0
+    kept = [getattr(m, n + "_orig")[getattr(m, n + "_mask") == 1] for m, n in weights(model)]
+    assert max(float(k.detach().abs().max()) for k in kept if k.numel()) < largest
+
+
+@pytest.mark.parametrize("end", [11, None])
+def test_floors_hold_once_the_target_suffices_for_them(end):
+    """On the way there no parameter is pruned beyond its floor; ceilings hold all the way."""
+    model = fill(Net(), "normal", "float32")
+    with torch.no_grad():  # else no bound would be met
+        model.l1.weight.mul_(0.1)
+        model.l3.weight.mul_(10)
+    targets = prune.select(model, everything=True)
+    names, sizes = [pair.fqn for pair in targets], [60, 50, 15]
+    scores = [getattr(*pair).detach().clone() for pair in targets]
+    keeps = [torch.ones(score.shape) for score in scores]
+    floors, ceilings = [0.3, 0.3, 0.55], [0.7, 0.7, 0.7]
+    low = [18, 15, 9]  # of l3 ceil(0.55 * 15)
+    ramp = schedule.Linear(0, 11, 1, 0.66)
+    pruner = schedule.ScheduledPruner(
+        targets,
+        ramp if end else schedule.Function(ramp.sparsity_at),
+        min_sparsity={names[0]: 0.3, targets[1]: 0.3, "l3.weight": 0.55},
+        max_sparsity=0.7,
+    )
+    held = set()
+    for step in range(12):
+        report = pruner.step()
+        k = round(ramp.sparsity_at(step) * 125) - sum(int((keep == 0).sum()) for keep in keeps)
+        if sum(low) > round(ramp.sparsity_at(step) * 125):
+            limits = [0] * 3, [Fraction(a, b) for a, b in zip(low, sizes, strict=True)]
+        else:
+            limits = floors, ceilings
+        keeps = reference.prune_bounded(scores, k, *limits, keeps)
+        assert (report is None) == (k == 0)
+        for (module, _), keep in zip(targets, keeps, strict=True):
+            assert torch.equal(getattr(module, "weight_mask", torch.ones_like(keep)), keep.float())
+        held |= {(step > 3, each.held_at) for each in (report.parameters if report else ())}
+    # First floors as ceilings; then both: l3 would be below its floor, l1 above its ceiling.
+    assert held >= {(False, "max_sparsity"), (True, "min_sparsity"), (True, "max_sparsity")}
+    assert (False, "min_sparsity") not in held
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (None, 0.75, r"end of Cubic\(.*to 93 more pruned elements, and 100 are"),
+        (0.8, None, r"end of Cubic\(.*allow for 100 to"),
+        (0.9, 0.8, "min_sparsity asks for at least 54"),
+        ({"l4": 0.1}, None, "'l4', which is none"),
+    ],
+)
+def test_bounds_that_the_end_cannot_meet_are_refused_at_once(low, high, text):
+    with pytest.raises(ValueError, match=text):
+        schedule.ScheduledPruner(
+            prune.select(Net(), everything=True),
+            schedule.Cubic(0, 9, 1, 0.79 if low == 0.8 else 0.8, initial_sparsity=0.1),
+            min_sparsity=low,
+            max_sparsity=high,
+        )
+
+
+def test_the_state_is_plain_and_says_what_differs():
+    import json
+
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(
+        prune.select(model, everything=True), schedule.OneShot(0, 1 / 3)
+    )
+    pruner.step()
+    state = json.loads(json.dumps(pruner.state_dict()))
+    assert state["num_steps"] == 1 and state["sparsity"] == 1 / 3
+    other = schedule.ScheduledPruner(prune.select(model, everything=True), schedule.OneShot(0, 0.5))
+    with pytest.raises(ValueError, match=r"OneShot\(step=0, sparsity=0.333.*sparsity=0.5\)"):
+        other.load_state_dict(state)
+    assert other.num_steps == 0
+    fewer = prune.select(model, exclude="l2", everything=True)
+    with pytest.raises(ValueError, match=r"the parameters \[.*'l2.weight'.* of this pruner"):
+        schedule.ScheduledPruner(fewer, schedule.OneShot(0, 1 / 3)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "error", "text"),
+    [
+        (lambda m: prune.select(m), {"schedule": 0.5}, TypeError, "schedule is 0.5"),
+        (lambda m: [m.l1], None, TypeError, "pair"),
+        (lambda m: [(m.l1, "wieght")], None, AttributeError, "wieght"),
+        (lambda m: [], None, ValueError, "empty"),
+        (lambda m: prune.select(m), {"min_sparsty": 0.1}, TypeError, "min_sparsty"),
+        (lambda m: prune.select(m), {"importance_scores": 3}, TypeError, "importance_scores"),
+    ],
+)  # fmt: skip
+def test_bad_pruners(parameters, arguments, error, text):
+    arguments = {"schedule": schedule.OneShot(0, 0.5), **(arguments or {})}
+    with pytest.raises(error, match=text):
+        schedule.ScheduledPruner(parameters(Net()), **arguments)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_prunes_the_copy_of_the_model(copied):
+    model = fill(Net(), "normal", "float32")
+    targets = prune.select(model)
+    pruner = schedule.ScheduledPruner(targets, schedule.OneShot(0, 0.5), max_sparsity=0.9)
+    other, its_model = copied((pruner, model))
+    assert [pair.fqn for pair in other.parameters] == [pair.fqn for pair in targets]
+    assert [pair.places for pair in other.parameters] == [(tuple(p),) for p in other.parameters]
+    assert other.step().num_pruned == zeros(prune.select(its_model))
+    assert prune.is_pruned(its_model) and not prune.is_pruned(model)
