@@ -122,7 +122,7 @@ def cost_of(
         memory["own text"] = whole * item + WRITTEN * (20 * config.vocab_size + states)
     if settings.polish:
         # In fp32: weights, and of the trained ones gradients, two moments, masks and products.
-        memory["polish"] = 4 * whole + 18 * sum(pruned) + logits + 4 * num_layers * activations
+        memory["polish"] = 4 * whole + 20 * sum(pruned) + logits + 4 * num_layers * activations
     num_evaluated = 0 if settings.evaluation is None else len(settings.evaluation)
     disk = (len(settings.windows) * (num_layers + 3) + 4 * num_evaluated) * length * width
     disk += sum(pruned) * item if settings.moves else 0
