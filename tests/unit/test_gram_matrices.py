@@ -169,7 +169,7 @@ def sums(layout, values, mask, num_ranks=1):
     index = IndexMap(
         tuple(map(range, layout.shape)), values.stride(), 0, 0, tuple(range(values.ndim))
     )
-    matrix = MatrixRun.of(index, numbers)
+    matrix = MatrixRun(index, numbers)
     places = [matrix.matrix_of(each, layout.shape) for each in numbers]
 
     def add_up(communicator):
