@@ -19,7 +19,7 @@ import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.models import Net, seeded
-from helpers.sampling import every
+from helpers.sampling import on_each
 
 
 def freed(wrapping: str, removed: bool) -> list[bool]:
@@ -106,14 +106,7 @@ def growth(wrapping: str, removed: bool) -> dict[str, tuple[int, int]]:
 GROWTH_WRAPPINGS = ["plain-1", "ddp-2", "fsdp2-2", "tp-2", "fsdp2_tp-2x2", "fsdp1-2"]
 
 
-@pytest.mark.parametrize(
-    ("wrapping", "removed"),
-    [
-        (wrapping, removed)
-        for turn, wrapping in enumerate(GROWTH_WRAPPINGS)
-        for removed in every(2, [False, True], turn)
-    ],
-)
+@pytest.mark.parametrize(("wrapping", "removed"), on_each(GROWTH_WRAPPINGS, 2, [False, True]))
 def test_nothing_grows_over_many_prunings(wrapping, removed):
     for grown in run_ranks(growth, wrappings.world_size(wrapping), wrapping, removed):
         assert grown == {}

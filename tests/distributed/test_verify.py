@@ -25,7 +25,7 @@ from helpers import wrappings
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 from helpers.models import Net, fill
-from helpers.sampling import every
+from helpers.sampling import on_each
 
 
 def make(wrapping: str) -> nn.Module:
@@ -387,14 +387,7 @@ def missed(per_rank: list[list]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("wrapping", "trained"),
-    [
-        (wrapping, trained)
-        for turn, wrapping in enumerate(WRAPPINGS)
-        for trained in every(2, [False, True], turn)
-    ],
-)
+@pytest.mark.parametrize(("wrapping", "trained"), on_each(WRAPPINGS, 2, [False, True]))
 def test_mutations_on_all_ranks_are_found(wrapping, trained):
     size = wrappings.world_size(wrapping)
     found = run_ranks(verified, size, wrapping, EVERYWHERE, False, trained, timeout=60)

@@ -3,7 +3,7 @@
 `make test-thorough` sets the variable. Samples are fixed: two runs test the same cases. Of a test
 with several arguments, as many cases run as are needed to have every value of every argument
 (``covering``, which conftest.py applies); ``axes`` says what counts as a value of a wrapping. A
-test that makes its own list of cases takes another sample of them on each wrapping (``every``).
+test that makes its own list of cases takes another sample of them on each wrapping (``on_each``).
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ def every(step: int, cases: Iterable[Case], start: int = 0) -> list[Case]:
     """Each ``step``-th case from number ``start % step`` on; all cases in a thorough run."""
     cases = list(cases)
     return cases if THOROUGH else cases[start % step :: step]
+
+
+def on_each(wrappings: Iterable[str], step: int, cases: Sequence[Case]) -> list[tuple[str, Case]]:
+    """A sample of some cases with each wrapping, another one in turn."""
+    turns = enumerate(wrappings)
+    return [(wrapping, case) for turn, wrapping in turns for case in every(step, cases, turn)]
 
 
 def covering(cases: Sequence[Mapping[str, object]]) -> list[int]:
