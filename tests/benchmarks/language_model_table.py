@@ -129,7 +129,8 @@ class Table:
         unfinished = folder.with_name(f"{folder.name}.unfinished")
         texts = [self.windows_of(source) for source in sources_of(method)]
         command = self.command(sparsity, method, texts, unfinished)
-        before = cpu_seconds()
+        # Of what a killed run left, nobody knows how long it took.
+        is_new, before = not any(self.work.glob(f"{folder.name}*")), cpu_seconds()
         if not folder.exists():
             shutil.rmtree(unfinished, ignore_errors=True)
             run(*command)
@@ -140,7 +141,8 @@ class Table:
                 before = cpu_seconds()
                 self.polish(model, texts)
             read = [digest for _, digest in self.read(texts).digests()] if texts else []
-            self.add(key, cpu_seconds() - before, model, read=read)
+            seconds = round(cpu_seconds() - before) if is_new or key[-1] else None
+            self.add(key, seconds, model, read=read)
         shutil.rmtree(folder)
 
     def windows_of(self, source: str) -> Path:
@@ -194,7 +196,7 @@ class Table:
         model.to(stored).float()
 
     def add(
-        self, key: tuple[Any, ...], seconds: float, model: torch.nn.Module, **more: Any
+        self, key: tuple[Any, ...], seconds: int | None, model: torch.nn.Module, **more: Any
     ) -> None:
         """Measure a model, and append its row."""
         report = language_models.perplexity(model, self.evaluation)
@@ -204,7 +206,7 @@ class Table:
             for number, text in enumerate(TEXTS)
         }
         row = dict(zip(KEY, key, strict=True))
-        row |= {"cpu_seconds": round(seconds), "texts": texts, **more}
+        row |= {"cpu_seconds": seconds, "texts": texts, **more}
         with self.settings.results.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
             stream.flush()

@@ -97,7 +97,9 @@ def tables() -> str:
             told = f"{model}, {kind}, {number:,} tokens; the dense model: {with_error(losses)}"
             parts += [told, markdown_table(lines)]
         seconds = [
-            f"{name_of(row)} {row['cpu_seconds']:,} s" for row in pruned if row["sparsity"] == "0.5"
+            f"{name_of(row)} {row['cpu_seconds']:,} s"
+            for row in pruned
+            if row["sparsity"] == "0.5" and row["cpu_seconds"] is not None
         ]
         told = "Processor time at 50 %, of a polish without what it goes on from"
         parts.append(f"{told}: {', '.join(seconds)}.")

@@ -87,7 +87,10 @@ def test_every_method_is_measured_once(folder, monkeypatch, capsys):
     results = folder / "rows.jsonl"
     text = results.read_text()
     results.write_text(text[:-20])  # a run that was killed in its last line
+    (work,) = folder.glob("*-table-*")
+    (work / "0.8-taylor-layer.unfinished").mkdir()  # of a killed run
     rows = fill(monkeypatch, folder)
+    assert [row["method"] for row in rows if row["cpu_seconds"] is None] == ["taylor/layer"]
     assert results.read_text().startswith(text[: text[:-20].rindex("\n")])
     found = {table.key_of(row)[1:]: row["texts"] for row in rows}
     assert len(found) == len(rows) == 1 + 2 * (1 + 4 * 2) + 1
