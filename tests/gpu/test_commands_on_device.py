@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from distprune import streaming
+from helpers.forked_scripts import held_port
 from helpers.recipes import raw_recipe
 from helpers.streaming import tokens, weights_of
 from helpers.tiny_transformers import save_tiny
@@ -24,19 +24,18 @@ def test_selftest(device, size):
     command = [sys.executable, "-m", "distprune", "selftest", "--json", "--timeout", "40"]
     command += ["--cpu"] if device.type == "cpu" else ["--share"] if size > 1 else []
     environment = dict(os.environ)
-    if size > 1:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = str(listener.getsockname()[1])
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        environment |= {**address, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     ranks = []
-    for rank in range(size):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-        stdout = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        ranks.append(subprocess.Popen(command, env=environment | own, stdout=stdout, text=True))
-    found = json.loads(ranks[0].communicate()[0])
-    assert [rank.wait() for rank in ranks] == [0] * size
+    with held_port() as port:
+        if size > 1:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+            environment |= {"OMP_NUM_THREADS": "1"}
+        for rank in range(size):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
+            stdout = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            ranks.append(subprocess.Popen(command, env=environment | own, stdout=stdout, text=True))
+        found = json.loads(ranks[0].communicate()[0])
+        assert [rank.wait() for rank in ranks] == [0] * size
     assert found["holds"] and not found["wrong"]
     backends = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
     assert found["facts"]["backend"] == (backends[device.type] if size == 1 else "gloo")

@@ -1,14 +1,25 @@
 """Run scripts on ranks that are forked from the process in which tests import things once."""
 
+import contextlib
 import multiprocessing
 import os
 import runpy
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from distprune import testing
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port on which a store may listen, and which the system gives to no other program."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("localhost", 0))
+        yield held.getsockname()[1]
 
 
 def run_forked(script: Path, *arguments: object, num_ranks: int = 1) -> tuple[int, str]:
@@ -16,11 +27,9 @@ def run_forked(script: Path, *arguments: object, num_ranks: int = 1) -> tuple[in
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(testing._PRELOAD)
     settings: dict[str, object] = {}
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("localhost", 0))
-        group = {"MASTER_ADDR": "localhost", "MASTER_PORT": free.getsockname()[1]}
+    with tempfile.TemporaryDirectory() as folder, held_port() as port:
+        group: dict[str, object] = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         group |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-        free.close()
         processes = []
         for rank in range(num_ranks):
             if num_ranks > 1:

@@ -4,12 +4,13 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 
 import pytest
 from shell import ROOT, run, start
+
+from helpers.forked_scripts import held_port
 
 SCRIPT = """
 import json, os, sys
@@ -29,25 +30,20 @@ dist.destroy_process_group()
 """
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
-
-
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_torchrun_on_two_machines(tmp_path):
     """Two agents that meet at a rendezvous, as on two machines; here both are this one."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    settings = {"NNODES": 2, "NPROC": 1, "RDZV_ENDPOINT": f"localhost:{free_port()}"}
-    agents = [start("launch/torchrun.sh", script, tmp_path, **settings) for _ in range(2)]
-    try:
-        outputs = [agent.communicate(timeout=100)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
+    with held_port() as port:
+        settings = {"NNODES": 2, "NPROC": 1, "RDZV_ENDPOINT": f"localhost:{port}"}
+        agents = [start("launch/torchrun.sh", script, tmp_path, **settings) for _ in range(2)]
+        try:
+            outputs = [agent.communicate(timeout=100)[0] for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
     files = sorted(tmp_path.glob("*.json"))
     found = [json.loads(file.read_text()) for file in files]
     assert sorted(found) == [[0, 0, 1, 2, 1], [1, 0, 1, 2, 1]], outputs
@@ -73,17 +69,18 @@ def started_by(command, script):
     variables = dict(word.split("=") for word in words if re.fullmatch("[A-Z_]+=.*", word))
     arguments = words[len(variables) :]
     assert arguments[:2] == ["accelerate", "launch"]
-    port = ["--main_process_port", str(free_port())]
     drop = ("ACCELERATE_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *port, *arguments[2:], script],
-        env={**clean, "PYTHONPATH": f"{ROOT}:{ROOT / 'launch'}", "OMP_NUM_THREADS": "1"}
-        | variables,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port"]
+    with held_port() as port:
+        done = subprocess.run(
+            [*launch, str(port), *arguments[2:], script],
+            env={**clean, "PYTHONPATH": f"{ROOT}:{ROOT / 'launch'}", "OMP_NUM_THREADS": "1"}
+            | variables,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

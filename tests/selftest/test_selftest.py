@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -20,7 +19,7 @@ import distprune
 from distprune import selftest
 from distprune.testing import run_ranks
 from helpers import deepspeed_state
-from helpers.forked_scripts import run_forked
+from helpers.forked_scripts import held_port, run_forked
 
 FAST = ["masks", "training", "private fields"]
 TORCH = [each.name for each in selftest.WRAPPINGS if each.name != "ZeRO-3"]
@@ -188,12 +187,10 @@ main(["selftest", "--cpu", "--timeout", "3"])
 
 @pytest.mark.thorough
 def test_a_rank_that_dies_ends_the_others():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    processes = [start("-c", DYING, RANK=str(rank), **place) for rank in range(2)]
-    (code, out, err), (died, _, _) = map(end_of, processes)
+    with held_port() as port:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        processes = [start("-c", DYING, RANK=str(rank), **place) for rank in range(2)]
+        (code, out, err), (died, _, _) = map(end_of, processes)
     assert (code, died) == (1, 9), out + err
     assert "FAILED: ended early: " in out
 
