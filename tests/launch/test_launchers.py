@@ -104,5 +104,5 @@ def test_accelerate_without_the_fsdp_that_was_asked_for():
     example = ROOT / "examples" / "prune_accelerate.py"
     status, output = run("launch/accelerate.sh", example, CPU=1, CONFIG="fsdp2")
     assert status != 0
-    assert "RuntimeError: accelerate was asked for FSDP2 and runs as MULTI_CPU" in output
+    assert "RuntimeError: fsdp2 is what accelerate was asked for, and the model is ddp" in output
     assert "done" not in output
