@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from distprune.api.chosen_masks import get_masks, set_masks
 from distprune.api.global_mask import global_mask
@@ -27,10 +28,6 @@ from distprune.masks.hook import find_hook, pruned_parameters
 from distprune.ranks.collectives import world
 from distprune.shards.reader import ShardReader, available_gradient, local_gradient
 from distprune.wrappers import masked_value
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 __all__ = ["cosine_fraction", "rigl_step", "set_step"]
 

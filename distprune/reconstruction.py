@@ -33,10 +33,10 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from distprune.base.amount import share, table
 from distprune.base.blocks import WeightLayout
@@ -48,9 +48,6 @@ from distprune.ranks.collectives import Communicator, world
 from distprune.shards.geometry import opened
 from distprune.shards.shard import Shard
 from distprune.statistics.gram import GramMatrices, whole_matrix
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 STEPS = 15
 DAMPING = 0.3

@@ -12,10 +12,11 @@ import json
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from distprune.base import memory, without_garbage_collection
 from distprune.base.amount import share, table
@@ -38,9 +39,6 @@ from distprune.wrappers import masked_value
 from distprune.wrappers.held import find_held, held_names
 from distprune.wrappers.managed import Managed, StoredRun
 from distprune.wrappers.wrapper import is_managed, managed_parameters, may_be_managed
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # Elements at a time, so that temporaries stay in the second-level cache.
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 25

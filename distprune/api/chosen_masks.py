@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 import distprune._transformers as _transformers
 from distprune.base import memory
@@ -58,9 +59,6 @@ from distprune.ranks.collectives import Communicator, world
 from distprune.shards.reader import Place, ShardReader, all_places, by_parameter, find_places
 from distprune.shards.shard import Shard
 from distprune.wrappers.held import find_held
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _CHUNK = 1 << 20  # elements
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from distprune.api.chosen_masks import one_each
 from distprune.base.memory import ordinary_tensors
@@ -25,9 +26,6 @@ from distprune.methods.ranking import rank
 from distprune.ranks.collectives import world
 from distprune.shards.factored import FactoredScores
 from distprune.shards.reader import Scores, local_part, whole_checksum
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from distprune.api.chosen_masks import put_masks
 from distprune.base.amount import Amount, validate_amount
@@ -27,9 +27,6 @@ from distprune.methods.channels import ChannelSlice, norm_order
 from distprune.ranks.collectives import world
 from distprune.shards.reader import Scores
 from distprune.shards.shard import Shard
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from distprune.base.amount import Amount, Sparsities, SparsityBound
 from distprune.base.blocks import Scope
@@ -17,9 +18,6 @@ from distprune.call.run import prune_parameters
 from distprune.methods.base import BasePruningMethod, hook_for_chosen_mask
 from distprune.ranks.collectives import world
 from distprune.shards.reader import Scores
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def global_unstructured(

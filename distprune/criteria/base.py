@@ -21,10 +21,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules.conv import _ConvNd
 
 from distprune.base.naming import checked_pair, label_of, unwrap
@@ -45,9 +46,6 @@ from distprune.shards.reader import (
 )
 from distprune.shards.shard import Shard
 from distprune.wrappers.managed import GradientSource, StoredRun
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Power = Literal[1, 2]
 

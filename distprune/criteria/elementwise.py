@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from distprune.criteria.base import (
     Criterion,
@@ -27,9 +28,6 @@ from distprune.ranks.collectives import Communicator, over_groups, sum_of_pieces
 from distprune.shards.reader import ranks_with_shards, unaveraged_gradients
 from distprune.wrappers.managed import GradientSource
 from distprune.wrappers.masked_value import has_own_property
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class GradientMagnitude(Criterion):

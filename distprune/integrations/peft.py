@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from distprune.base.amount import listed
@@ -41,10 +42,6 @@ from distprune.base.pruned_form import (
 from distprune.masks.hook import find_hook
 from distprune.ranks.collectives import over_mesh, resolved, whole, world
 from distprune.wrappers.wrapper import is_managed
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 # Ways to begin that leave the base weight as it is.
 _INITS = (True, False, "gaussian", "orthogonal", "eva")

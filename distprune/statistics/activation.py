@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from distprune.base.amount import listed
 from distprune.base.blocks import WeightLayout
@@ -32,9 +33,6 @@ from distprune.statistics.parameters import (
     layout_of,
     peers_of,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 R = TypeVar("R")
 Mode = Literal["one_pass", "sequential"]
