@@ -86,19 +86,13 @@ class ReconstructionReport(CallReport):
         parameters: an entry for each parameter, in the caller's order.
         steps: of conjugate gradients.
         damping: as it was asked for.
-        num_ranks: the ranks that took part.
-        num_collectives: collectives that this rank took part in.
-        bytes_sent: the payload of these, per rank.
-        seconds: wall time on this rank.
+        num_ranks, num_collectives, bytes_sent, seconds: what the call cost this rank: the ranks
+            that took part, collectives, their payload, and wall time.
     """
 
     parameters: tuple[ReconstructedParameter, ...]
     steps: int
     damping: float
-    num_ranks: int
-    num_collectives: int
-    bytes_sent: int
-    seconds: float
 
     def __str__(self) -> str:
         def row(name: str, pruned: str, errors: Iterable[float]) -> list[str]:
@@ -240,7 +234,7 @@ def reconstruct(
             for weight in weights.values():
                 weight.commit()
     cost = ranks.size, ranks.num_collectives, ranks.bytes_sent, time.perf_counter() - started
-    return ReconstructionReport(tuple(entries), steps, float(damping), *cost)
+    return ReconstructionReport(tuple(entries), *cost, steps, float(damping))
 
 
 def _layouts_of(

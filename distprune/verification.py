@@ -75,18 +75,12 @@ class VerificationReport(CallReport):
     Attributes:
         parameters: all that are pruned or should be, in the order of the model.
         problems: what is wrong with the model as a whole.
-        num_ranks: ranks that took part.
-        num_collectives: all-reduces that this rank took part in.
-        bytes_sent: their payload, per rank.
-        seconds: wall time on this rank.
+        num_ranks, num_collectives, bytes_sent, seconds: what the call cost this rank: the ranks
+            that took part, all-reduces, their payload, and wall time.
     """
 
     parameters: tuple[VerifiedParameter, ...]
     problems: tuple[str, ...]
-    num_ranks: int
-    num_collectives: int
-    bytes_sent: int
-    seconds: float
 
     @property
     def ok(self) -> bool:
@@ -240,8 +234,8 @@ def verify(
 def verify_parameters(
     parameters: Sequence[Pair],
     communicator: Communicator,
-    *,
     pruned: Sequence[Pair],
+    *,
     pipeline_parallel: bool = False,
 ) -> VerificationReport:
     """:func:`verify` for single parameters, of which ``pruned`` have to be pruned."""
@@ -304,7 +298,7 @@ def _verified(
         )
     cost = communicator.size, communicator.num_collectives, communicator.bytes_sent
     seconds = time.perf_counter() - started
-    report = VerificationReport(tuple(parameters), problems, *cost, seconds)
+    report = VerificationReport(tuple(parameters), *cost, seconds, problems)
     if raise_errors and not report.ok:
         raise VerificationError(report)
     return report

@@ -18,10 +18,16 @@ from typing import Any
 from distprune.base.amount import collapsed, is_nearly_empty, listed, share, table
 
 
+@dataclass(frozen=True)
 class CallReport:
     """Totals over the ``parameters`` of a report, and what its call cost.
 
-    Each of the parameters has ``num_elements`` and ``num_pruned``.
+    Attributes:
+        parameters: an entry for each parameter, with ``num_elements`` and ``num_pruned``.
+        num_ranks: the ranks that took part.
+        num_collectives: all-reduces, and other collectives, that this rank took part in.
+        bytes_sent: the payload of these, per rank.
+        seconds: wall time on this rank.
     """
 
     parameters: Sequence[Any]
@@ -106,24 +112,18 @@ class PruningReport(CallReport):
         num_ties: elements whose score equals the threshold, in parameters whose bound did not
             decide ...
         num_ties_pruned: ... and those of them that were pruned, lowest index first.
-        num_ranks: the ranks that took part.
-        num_collectives: all-reduces, and exchanges of cut rows, that this rank took part in.
-        bytes_sent: the payload of these, per rank.
-        seconds: wall time on this rank.
+        num_ranks, num_collectives, bytes_sent, seconds: what the call cost this rank: the ranks
+            that took part, all-reduces and exchanges of cut rows, their payload, and wall time.
         collapsed: names of parameters of which the ranking has left hardly anything; see
             amount.[Note: collapse].
     """
 
+    parameters: tuple[ParameterReport, ...]
     method: str
     amount: float | int | None
-    parameters: tuple[ParameterReport, ...]
     threshold: float | None
     num_ties: int
     num_ties_pruned: int
-    num_ranks: int
-    num_collectives: int
-    bytes_sent: int
-    seconds: float
     collapsed: tuple[str, ...] = ()
 
     @property
