@@ -41,7 +41,6 @@ from distprune.verification import VerificationReport, verify_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from typing_extensions import Self
 
     from distprune.recipes import Recipe
 
@@ -100,6 +99,10 @@ class ScheduledPruner:
 
     Attributes:
         num_steps: number of calls of ``step()``; the next call is step number ``num_steps``.
+        parameters: the (module, name) pairs.
+        pruned_parameters: the same, once this object has pruned them; until then, and after
+            ``remove``, none.
+        sparsity: the present target, a share of all elements; 0.0 until a pruning was due.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type, or that do not go together; no parameters;
@@ -126,7 +129,10 @@ class ScheduledPruner:
             raise ValueError(
                 f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
             )
-        self._parameters: list[Pair] = list(parameters)
+        self.parameters: list[Pair] = list(parameters)
+        self.pruned_parameters: list[Pair] = []
+        self.num_steps = 0
+        self.sparsity = 0.0
         self._schedule = schedule
         self._pruning_method = pruning_method
         self._importance_scores = importance_scores
@@ -136,13 +142,10 @@ class ScheduledPruner:
         self._bounds = {name: options.pop(name, None) for name in (FLOOR, CEILING)}
         self._options = options
         self._is_pipeline = options.get("pipeline_parallel", False)
-        self.num_steps = 0
-        self._target = 0.0
-        self._has_pruned = False
         scores = None if callable(importance_scores) else importance_scores
         rule = self._arguments(scores, 0, 0.0, self._bounds, {} if budget else None).rule
         self._is_global = rule is None
-        named = [each for _, each in budgets.bounded(self._parameters)]
+        named = [each for _, each in budgets.bounded(self.parameters)]
         if not self._is_pipeline:
             if not named:
                 raise ValueError("parameters is empty; expected at least one (module, name) pair.")
@@ -159,7 +162,7 @@ class ScheduledPruner:
     @classmethod
     def from_recipe(
         cls, model: nn.Module, recipe: Recipe, *, group: ProcessGroup | None = None
-    ) -> Self:
+    ) -> ScheduledPruner:
         """A pruner of the parameters of a model that a recipe selects. Changes nothing yet.
 
         Args:
@@ -234,27 +237,10 @@ class ScheduledPruner:
         Raises:
             VerificationError: something is wrong; on every rank.
         """
+        ranks = world(self._process_group)
         return verify_parameters(
-            self.parameters,
-            world(self._process_group),
-            pruned=self.pruned_parameters,
-            pipeline_parallel=self._is_pipeline,
+            self.parameters, ranks, self.pruned_parameters, pipeline_parallel=self._is_pipeline
         )
-
-    @property
-    def pruned_parameters(self) -> list[tuple[nn.Module, str]]:
-        """The (module, name) pairs, if this object has pruned them; else none."""
-        return self.parameters if self._has_pruned else []
-
-    @property
-    def parameters(self) -> list[tuple[nn.Module, str]]:
-        """The (module, name) pairs."""
-        return list(self._parameters)
-
-    @property
-    def sparsity(self) -> float:
-        """The present target, a share of all elements; 0.0 until a pruning was due."""
-        return self._target
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in plain Python values; the same on every rank.
@@ -262,12 +248,12 @@ class ScheduledPruner:
         The masks belong to the model: save its state dict together with this one.
         """
         # Under pipeline_parallel the ranks have different ones, and one state is saved.
-        pairs = () if self._is_pipeline else self._parameters
+        pairs = () if self._is_pipeline else self.parameters
         return {
             "num_steps": self.num_steps,
             "schedule": repr(self._schedule),
             "parameters": [label_of(pair, position) for position, pair in enumerate(pairs)],
-            "sparsity": self._target,
+            "sparsity": self.sparsity,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -283,7 +269,7 @@ class ScheduledPruner:
                 text = f"the state was saved with the {key} {state[key]}"
                 raise ValueError(f"{text}; expected those of this pruner, {present[key]}.")
         self.num_steps = int(state["num_steps"])
-        self._target = float(state["sparsity"])
+        self.sparsity = float(state["sparsity"])
 
     def remove(self) -> None:
         """Make the pruning final: the parameters become ordinary ones with zeros.
@@ -296,11 +282,11 @@ class ScheduledPruner:
                 this pruner.
             RuntimeError: as ``remove``. No parameter has changed then.
         """
-        places = [place for pair in self._parameters for place in tied_places(pair)]
+        places = [place for pair in self.parameters for place in tied_places(pair)]
         pairs = [place for place in places if find_hook(*place) is not None]
         for pair in pairs:
             check_removable(*pair)
-        self._has_pruned = False
+        self.pruned_parameters = []
         for pair in pairs:
             if find_hook(*pair) is not None:  # else it went with one to which it is tied
                 remove(*pair)
@@ -312,9 +298,9 @@ class ScheduledPruner:
         def make_arguments() -> ParameterArguments:
             nonlocal target
             # Never less than before.
-            target = max(self._target, self._schedule.sparsity_at(self.num_steps))
+            target = max(self.sparsity, self._schedule.sparsity_at(self.num_steps))
             return ParameterArguments(
-                parameters=self._parameters,
+                parameters=self.parameters,
                 # Everything that decides whether a rank takes part in the next collective.
                 facts=[
                     ("step of the schedule", str(self.num_steps)),
@@ -322,7 +308,7 @@ class ScheduledPruner:
                     ("schedule", repr(self._schedule)),
                     ("target sparsity", repr(target)),
                     # In a global ranking the masks decide whether anything is due.
-                    ("present sparsity", "any" if self._is_global else repr(self._target)),
+                    ("present sparsity", "any" if self._is_global else repr(self.sparsity)),
                     ("importance_scores", type(self._importance_scores).__name__),
                 ],
                 pipeline_parallel=self._is_pipeline,
@@ -335,8 +321,8 @@ class ScheduledPruner:
         shards = counted[0]
         pruned = [t.numel - live for t, live in zip(*counted, strict=True)]
         count = resolve_count(target, sum(shard.numel for shard in shards)) - sum(pruned)
-        if count <= 0 if self._is_global else target <= self._target:
-            self._target = target
+        if count <= 0 if self._is_global else target <= self.sparsity:
+            self.sparsity = target
             return None
         if callable(scores):
             scores = ranks.run(scores)
@@ -344,13 +330,13 @@ class ScheduledPruner:
         def arguments_of_step() -> PruningArguments:
             named = [Bounded(t.name, (t.name, *t.places), t.numel) for t in shards]
             bounds = self._bounds_at(target, named, pruned)
-            shares = None if self._budget is None else self._budget(self._parameters, target)
+            shares = None if self._budget is None else self._budget(self.parameters, target)
             return self._arguments(scores, count, target, bounds, shares)
 
         # A function for the scores may change anything.
         reused = counted if self._importance_scores is None else None
         report = prune_parameters(arguments_of_step, ranks, reused)
-        self._target, self._has_pruned = target, True
+        self.sparsity, self.pruned_parameters = target, self.parameters
         return report
 
     def _arguments(
@@ -367,7 +353,7 @@ class ScheduledPruner:
         if shares is not None or pattern is not None:
             amount = shares
         arguments = global_arguments(
-            self._parameters, self._pruning_method, scores, amount=amount, **bounds, **self._options
+            self.parameters, self._pruning_method, scores, amount=amount, **bounds, **self._options
         )
         if pattern is not None and arguments.rule is not None:
             # On the way to N:M a group has lost fewer elements.

@@ -35,7 +35,7 @@ ROOMS = {
     "ranks": (319, 2),
     "recipes": (320, 1),
     "reconstruction.py": (274, 1),
-    "schedule.py": (240, 1),
+    "schedule.py": (228, 1),
     "selftest.py": (291, 1),
     "shards": (797, 5),
     "statistics": (1384, 6),
@@ -44,7 +44,7 @@ ROOMS = {
     "verification.py": (573, 1),
     "wrappers": (1101, 8),
 }
-TOTAL = (19654, 119)
+TOTAL = (19642, 119)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 28940, "launch": 832}
 NO_CODE = {
