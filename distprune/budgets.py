@@ -28,24 +28,16 @@ import numbers
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune.base import exact_sums
+from distprune.base import exact_sums, naming
 from distprune.base.amount import Bounded, SparsityBound, resolve_count, to_bounds, validate_amount
 from distprune.base.memory import Count, Scratch
-from distprune.base.naming import (
-    UnfitScores,
-    checked_pair,
-    is_pair,
-    label_of,
-    plain_key,
-    tied_places,
-)
+from distprune.base.naming import checked_pair, is_pair, label_of, plain_key, tied_places
 from distprune.ranking.sums import Scored, grid_sums, largest_scores, per_part
 from distprune.ranks.collectives import Communicator
 from distprune.shards.reader import ShardReader
@@ -86,8 +78,7 @@ def uniform(
         TypeError, ValueError: a sparsity that is no number in [0, 1]; no parameters; bounds that do
             not allow for it.
     """
-    lines = partial(lines_of, "uniform")
-    return _sparsities(parameters, sparsity, lines, min_sparsity, max_sparsity)
+    return _sparsities("uniform", parameters, sparsity, min_sparsity, max_sparsity)
 
 
 def erk(
@@ -109,8 +100,7 @@ def erk(
 
     Source: Evci et al., "Rigging the lottery", arXiv 1911.11134.
     """
-    lines = partial(lines_of, "erk")
-    return _sparsities(parameters, sparsity, lines, min_sparsity, max_sparsity)
+    return _sparsities("erk", parameters, sparsity, min_sparsity, max_sparsity)
 
 
 def owl(
@@ -168,7 +158,7 @@ def owl(
         sizes = [each.num_elements for each in named]
         return owl_lines(sizes, [_ratio_of(each, exact) for each in named], exact_lam)
 
-    return _sparsities(parameters, sparsity, lines, min_sparsity, max_sparsity)
+    return _sparsities(lines, parameters, sparsity, min_sparsity, max_sparsity)
 
 
 def bounded(parameters: Parameters) -> list[tuple[Any, Bounded]]:
@@ -187,20 +177,17 @@ def bounded(parameters: Parameters) -> list[tuple[Any, Bounded]]:
         module, name = checked_pair(pair, f"parameters[{position}]")
         label, places = label_of(pair, position), tied_places(pair)
         shard = reader.read(module, name, label)
-        key, shape = shard.key, shard.shape
-        entry = Bounded(label, (label, *places), shape.numel(), tuple(shape))
-        if key in found:  # a tied one, under another name
-            first, known = found[key]
-            found[key] = first, known._replace(keys=(*known.keys, *places))
-        else:
-            found[key] = pair, entry
+        if shard.key not in found:
+            found[shard.key] = pair, Bounded(label, (label,), shard.numel, tuple(shard.shape))
+        first, known = found[shard.key]  # of a tied one, under its first name
+        found[shard.key] = first, known._replace(keys=(*known.keys, *places))
     return list(found.values())
 
 
 def _sparsities(
+    rule: str | Callable[[Sequence[Bounded]], list[Line]],
     parameters: Parameters,
     sparsity: float | Fraction,
-    lines_of_rule: Callable[[Sequence[Bounded]], list[Line]],
     min_sparsity: SparsityBound | None,
     max_sparsity: SparsityBound | None,
 ) -> Sparsities:
@@ -215,7 +202,8 @@ def _sparsities(
     bounds = to_bounds(named, min_sparsity, max_sparsity)
     lowest, highest = bounds or ([0] * len(sizes), sizes)
     total = resolve_count(sparsity, sum(sizes))  # type: ignore[arg-type]
-    counts = divided(lines_of_rule(named), lowest, highest, total)
+    lines = lines_of(rule, named) if isinstance(rule, str) else rule(named)
+    counts = divided(lines, lowest, highest, total)
     return {
         key: Fraction(count, each.num_elements or 1)
         for (key, each), count in zip(found, counts, strict=True)
@@ -365,7 +353,7 @@ def outlier_ratios(
     ]
     if names:
         text = f"{', '.join(names)}: a score is NaN; expected finite weights."
-        raise UnfitScores(text, "nan", names)
+        raise naming.UnfitScores(text, "nan", names)
 
     def of_blocks(values: Iterable[int]) -> dict[str, int]:
         sums = dict.fromkeys(blocks, 0)

@@ -28,24 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from distprune.api.global_unstructured import global_unstructured
+from distprune.base import pruned_form
 from distprune.base.naming import NamedParameter, registered_parameters, unwrap
-from distprune.base.pruned_form import (
-    is_dtensor,
-    mask_key,
-    masked_product,
-    name_of_pruned_mask,
-    name_of_pruned_orig,
-    orig_key,
-    stored_key,
-)
-from distprune.masks.hook import (
-    check_ties,
-    find_hook,
-    holds_zeros,
-    pruned_parameters,
-    put_records,
-    records_of,
-)
+from distprune.base.pruned_form import is_dtensor, mask_key, stored_key
+from distprune.masks import hook as masks
 from distprune.methods.base import Identity
 from distprune.ranks.collectives import is_distributed, world
 from distprune.shards.reader import all_places, by_parameter, check_saveable
@@ -102,10 +88,10 @@ def get_state_dict(
     Cost: no tensor is copied or communicated; two all-reduces of 40 bytes. As with torch's own
     function, an optimizer that never stepped makes one step with learning rate 0.
     """
-    world(group).run(lambda: check_ties(model))
+    world(group).run(lambda: masks.check_ties(model))
     check_writable(model, group=group)
     state = _state_of(model, optimizers, pruner)
-    records = records_of(model)
+    records = masks.records_of(model)
     if records:
         state[_RECORDS] = json.dumps(records)
     return state
@@ -149,15 +135,10 @@ def load(
 
     Cost: each rank reads the bytes of its own shards, in place, with no memory but the masks.
     """
-    from torch.distributed.checkpoint import state_dict_loader
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict import (
-        set_model_state_dict,
-        set_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint import filesystem, state_dict, state_dict_loader
 
     ranks = world(group)
-    reader = storage_reader or FileSystemReader(checkpoint_id)
+    reader = storage_reader or filesystem.FileSystemReader(checkpoint_id)
     entries: dict[str, Any] = {}
     dense: list[str] = []
 
@@ -167,7 +148,7 @@ def load(
         entries.update(reader.read_metadata().state_dict_metadata)
         prefix = model_key + "."
         keys = {key.removeprefix(prefix) for key in entries if key.startswith(prefix)}
-        for name, module, hook in pruned_parameters(model):
+        for name, module, hook in masks.pruned_parameters(model):
             is_pruned = module._buffers.get(mask_key(hook._tensor_name)) is not None
             if is_pruned and name in keys and mask_key(name) not in keys:
                 dense.append(name)
@@ -198,17 +179,17 @@ def load(
     state_dict_loader.load(
         state, checkpoint_id=checkpoint_id, storage_reader=storage_reader, process_group=group
     )
-    set_model_state_dict(model, _renamed(state[model_key], present) | kept)
+    state_dict.set_model_state_dict(model, _renamed(state[model_key], present) | kept)
     if optimizers:
         optimizer["state"] = _renamed(optimizer["state"], present)
         for param_group in optimizer["param_groups"]:
             param_group["params"] = [present.get(name, name) for name in param_group["params"]]
-        set_optimizer_state_dict(model, optimizers, optimizer)
+        state_dict.set_optimizer_state_dict(model, optimizers, optimizer)
     if pruner is not None:
         pruner.load_state_dict(state[_PRUNER])
-    before = records_of(model)
+    before = masks.records_of(model)
     records = json.loads(state.get(_RECORDS, "{}"))
-    put_records(model, records | {name: before[name] for name in dense if name in before})
+    masks.put_records(model, records | {name: before[name] for name in dense if name in before})
 
 
 def check_writable(
@@ -279,21 +260,18 @@ def prepare_for_load(
     if int(ranks.max(ranks.run(count_pairs))[0]):
         global_unstructured(pairs, Identity, group=group)
     names = {}
-    for name, module, hook in pruned_parameters(model):
-        is_held = holds_zeros(module, hook._tensor_name)
-        names[stored_key(name, values)] = name if is_held else orig_key(name)
+    for name, module, hook in masks.pruned_parameters(model):
+        is_held = masks.holds_zeros(module, hook._tensor_name)
+        names[stored_key(name, values)] = name if is_held else pruned_form.orig_key(name)
     return {names.get(key, key): value for key, value in values.items()}
 
 
 def _state_of(model: nn.Module, optimizers: Optimizers, pruner: Any) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import (
-        get_model_state_dict,
-        get_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint import state_dict
 
-    state: dict[str, Any] = {_MODEL: get_model_state_dict(model)}
+    state: dict[str, Any] = {_MODEL: state_dict.get_model_state_dict(model)}
     if optimizers:
-        state[_OPTIMIZER] = get_optimizer_state_dict(model, optimizers)
+        state[_OPTIMIZER] = state_dict.get_optimizer_state_dict(model, optimizers)
     if pruner is not None:
         state[_PRUNER] = pruner.state_dict()
     return state
@@ -317,7 +295,7 @@ def _dense_pairs(model: nn.Module, keys: Container[str]) -> list[NamedParameter]
         stored = [place for place in places if stored_key(place.fqn, keys) in keys]
         dense = [place for place in stored if mask_key(place.fqn) not in keys]
         free = [p for p in places if mask_key(p[1]) not in p[0]._buffers and p not in dense]
-        fresh = [place for place in free if find_hook(*place) is None]
+        fresh = [place for place in free if masks.find_hook(*place) is None]
         if len(dense) == len(stored) or not fresh:
             continue
         if dense and (id(fresh[0][0]), fresh[0][1]) in managed:
@@ -345,14 +323,14 @@ def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     folded = {}
     for key, value in state_dict.items():
-        masked = name_of_pruned_mask(key, state_dict)
+        masked = pruned_form.name_of_pruned_mask(key, state_dict)
         if masked is not None and value.shape == state_dict[stored_key(masked, state_dict)].shape:
             continue
-        name = name_of_pruned_orig(key, state_dict)
+        name = pruned_form.name_of_pruned_orig(key, state_dict)
         if name is not None:
             mask = state_dict[mask_key(name)]
             with torch.no_grad():
-                value = masked_product(value, mask).masked_fill(mask == 0, 0)
+                value = pruned_form.masked_product(value, mask).masked_fill(mask == 0, 0)
         folded[key if name is None else name] = value
     return folded
 
@@ -371,8 +349,7 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
         kwargs: arguments of ``model.save_pretrained`` on rank 0 (``max_shard_size``, ...).
 
     Raises:
-        TypeError: the model has no ``save_pretrained``; ``state_dict`` or ``is_main_process`` is
-            given.
+        TypeError: the model has no ``save_pretrained``; ``state_dict`` is given.
         ValueError: a tied parameter is pruned differently under its names.
         NotImplementedError: see :func:`check_writable`; gathering goes the same way.
         Exception: what rank 0 raises when it writes; on every rank.
@@ -390,9 +367,7 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
                 f"model is a {type(saved).__name__}, which has no save_pretrained; expected a "
                 "model of transformers, wrapped or not. fold(state_dict) does the same for others."
             )
-        for name in {"state_dict", "is_main_process"} & kwargs.keys():
-            raise TypeError(f"{name} is chosen here; expected others of save_pretrained.")
-        check_ties(model)
+        masks.check_ties(model)
 
     def gather() -> dict[str, Any]:
         # FSDP1 of torch 2.13, dense too, dies of a segmentation fault where it is asked to offload

@@ -24,7 +24,7 @@ from distprune.base.pruned_form import local_tensor
 from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
-from distprune.masks.hook import find_hook, pruned_parameters
+from distprune.masks.hook import check_hook, find_hook, pruned_parameters
 from distprune.ranks.collectives import world
 from distprune.shards.reader import ShardReader, available_gradient, local_gradient
 from distprune.wrappers import masked_value
@@ -211,17 +211,13 @@ def _pruned_places(parameters: nn.Module | Iterable[Pair]) -> list[Pair]:
     else:
         given = [checked_pair(pair, f"parameters[{i}]") for i, pair in enumerate(parameters)]
     reader = ShardReader()
-    places: dict[tuple[int, str], Pair] = {}
+    places: dict[Pair, None] = {}
     for module, name in given:
         hook, managed = find_hook(module, name), reader.managed(module, name)
         if hook is None:
             continue
         label = f"{type(module).__name__}.{name}"
-        if not hook.multiplies:
-            raise NotImplementedError(
-                f"{label}: {type(hook).__name__} defines apply_mask, so its mask is not a factor; "
-                "expected a method that leaves apply_mask as it is."
-            )
+        check_hook(hook, label)
         has_masked = managed is not None and managed.has_unreduced_gradient
         if has_masked and not masked_value.has_dense_gradient(module, name):
             raise RuntimeError(
@@ -230,10 +226,9 @@ def _pruned_places(parameters: nn.Module | Iterable[Pair]) -> list[Pair]:
             )
         owners = () if managed is None else managed.owners
         for other, key in ((module, name), *hook.tied_places, *owners):
-            place = unwrap(other), key
-            if find_hook(*place) is not None:
-                places[id(place[0]), key] = place
-    return list(places.values())
+            if find_hook(unwrap(other), key) is not None:
+                places[unwrap(other), key] = None
+    return list(places)
 
 
 @torch.no_grad()

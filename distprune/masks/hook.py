@@ -442,10 +442,10 @@ def check_binary(mask: Tensor, label: str) -> None:
 
 
 def check_hook(hook: PruningHook, label: str) -> None:
-    """Raise NotImplementedError if a method overrides apply_mask: shards are masked without it."""
+    """Raise NotImplementedError if a method overrides apply_mask: its mask may be no factor."""
     if not hook.multiplies:
-        text = f"{label}: {type(hook).__name__} has an apply_mask of its own, without which masks "
-        raise NotImplementedError(text + "act on shards; expected that of BasePruningMethod.")
+        reason = "acts neither on shards nor with dense gradients; expected that of torch"
+        raise NotImplementedError(f"{label}: the apply_mask of {type(hook).__name__} {reason}.")
 
 
 def check_removable(module: nn.Module, name: str) -> list[Pair]:
