@@ -20,7 +20,6 @@ from distprune.api.chosen_masks import save_masks as save_masks
 from distprune.api.chosen_masks import set_masks as set_masks
 from distprune.api.global_mask import GlobalMask as GlobalMask
 from distprune.api.global_mask import global_mask as global_mask
-from distprune.api.global_structured import ChannelGroup as ChannelGroup
 from distprune.api.global_structured import ChannelPart as ChannelPart
 from distprune.api.global_structured import global_structured as global_structured
 from distprune.api.global_unstructured import global_unstructured as global_unstructured

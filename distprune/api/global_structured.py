@@ -6,7 +6,7 @@ number). All ranks cut it alike, because all have the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,7 +34,16 @@ class ChannelPart:
     """The part that one parameter has in the channels of a group.
 
     Channel c has the indices from ``c * size`` up to ``(c + 1) * size`` of ``dim``, with all
-    elements there.
+    elements there. The parts of neurons of a gated MLP, and of heads of an attention in which ``n``
+    query heads share a key-value head, each of ``d`` features:
+
+        [ChannelPart((mlp.gate_proj, "weight"), 0),
+         ChannelPart((mlp.up_proj, "weight"), 0),
+         ChannelPart((mlp.down_proj, "weight"), 1)]
+        [ChannelPart((attention.q_proj, "weight"), 0, n * d),
+         ChannelPart((attention.k_proj, "weight"), 0, d),
+         ChannelPart((attention.v_proj, "weight"), 0, d),
+         ChannelPart((attention.o_proj, "weight"), 1, n * d)]
 
     Args:
         parameter: a (module, name) pair, as ``select`` lists them.
@@ -62,45 +71,8 @@ class ChannelPart:
         return label_of(self.parameter)
 
 
-@dataclass(frozen=True)
-class ChannelGroup:
-    """Parameters whose channels go together: channel c is slice c of each part.
-
-    Neurons of a gated MLP, and heads of an attention in which ``n`` query heads share a key-value
-    head, each of ``d`` features:
-
-        ChannelGroup([ChannelPart((mlp.gate_proj, "weight"), 0),
-                      ChannelPart((mlp.up_proj, "weight"), 0),
-                      ChannelPart((mlp.down_proj, "weight"), 1)])
-        ChannelGroup([ChannelPart((attention.q_proj, "weight"), 0, n * d),
-                      ChannelPart((attention.k_proj, "weight"), 0, d),
-                      ChannelPart((attention.v_proj, "weight"), 0, d),
-                      ChannelPart((attention.o_proj, "weight"), 1, n * d)])
-
-    Args:
-        parts: at least one that is ranked. All have the same number of channels.
-        name: what reports, messages and bounds call it; by default the first parameter's name.
-
-    Raises:
-        ValueError: no part is ranked.
-    """
-
-    parts: Sequence[ChannelPart]
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        if not any(part.is_ranked for part in self.parts):
-            name = self.name or "(without a name)"
-            raise ValueError(f"ChannelGroup {name} has no part that is ranked; expected one.")
-
-    @property
-    def label(self) -> str:
-        """Its name, or that of its first parameter."""
-        return self.name or self.parts[0].label
-
-
 def global_structured(
-    groups: Iterable[ChannelGroup],
+    groups: Mapping[str, Sequence[ChannelPart]],
     *,
     amount: Amount,
     n: float = 2,
@@ -110,11 +82,10 @@ def global_structured(
 ) -> StructuredReport:
     """Prune whole channels of many layers together: one ranking over all of them and all ranks.
 
-    A channel is a slice of each parameter of a :class:`ChannelGroup`: a neuron of an MLP with its
-    rows and its column, a head with its rows of q, k and v and its columns of o. Its score is the
-    L_n norm of all its elements in all those parameters. The channels of the lowest scores are
-    pruned in all of them. They are masked, and nothing changes its shape: the report says what
-    could be removed.
+    A channel is a slice of each parameter of a group: a neuron of an MLP with its rows and its
+    column, a head with its rows of q, k and v and its columns of o. Its score is the L_n norm of
+    all its elements in all those parameters. The channels of the lowest scores are pruned in all of
+    them. They are masked, and nothing changes its shape: the report says what could be removed.
 
     The mask that each rank gets is, bit for bit, its slice of the mask that one process would
     compute: norms are exact sums, and channels are ordered by (score, position of the group, index
@@ -124,8 +95,10 @@ def global_structured(
     ranks with different parameters, such as pipeline stages, are refused.
 
     Args:
-        groups: a parameter is in one group at most. The presets of
-            ``distprune.integrations.channels`` make them for models of transformers.
+        groups: by a name for reports and messages, the parts whose channels go together: channel c
+            is slice c of each. All parts of a group have the same number of channels, and at least
+            one is ranked. A parameter is in one group at most.
+            ``distprune.integrations.channels`` makes them for models of transformers.
         amount: a fraction of the channels of which something is left, in [0, 1], or a count.
         n: order of the norm: 1, 2 or inf. ``n=1`` adds up |scores|: a criterion, summed over the
             channel. Pruned elements count as 0.
@@ -142,9 +115,10 @@ def global_structured(
 
     Raises:
         TypeError: arguments of a wrong type.
-        ValueError: a parameter in two groups, or two parts; shapes that do not fit a group; scores
-            of some parameters of a group; norms that are NaN, or infinite with ``normalize``; an
-            amount out of range; ranks that differ in their arguments. Named, on every rank.
+        ValueError: a group without a part that is ranked; a parameter in two groups, or two parts;
+            shapes that do not fit a group; scores of some parameters of a group; norms that are
+            NaN, or infinite with ``normalize``; an amount out of range; ranks that differ in their
+            arguments. Named, on every rank.
         IndexError: a ``dim`` that a parameter does not have.
         NotImplementedError: a layout or wrapper that is not supported; scores that are no
             floating-point numbers.
@@ -158,27 +132,33 @@ def global_structured(
 
     Source: the coupled structures are those of LLM-Pruner, Ma et al., arXiv 2305.11627.
     """
-    given: list[ChannelGroup] = []
+    given: dict[str, Sequence[ChannelPart]] = {}
     reports: list[ChannelGroupReport] = []
 
     def read() -> ParameterArguments:
-        given.extend(groups)
+        if not isinstance(groups, Mapping):
+            kind = type(groups).__name__
+            raise TypeError(f"groups is a {kind}; expected a mapping from names to ChannelParts.")
+        given.update({name: list(parts) for name, parts in groups.items()})
+        for name, parts in given.items():
+            if not any(part.is_ranked for part in parts):
+                raise ValueError(f"group {name} has no part that is ranked; expected one.")
         validate_amount(amount)
         check_normalization(normalize)
         check_mapping(importance_scores)
         if n is None or norm_order(n) is None:
             raise ValueError(f"n={n!r}; expected the order of a norm: 1, 2 or inf.")
         check_order(importance_scores, True, "scores that are not signed")
-        parts = [part for each in given for part in each.parts]
+        every = [part for parts in given.values() for part in parts]
         return ParameterArguments(
-            parameters=[part.parameter for part in parts],
+            parameters=[part.parameter for part in every],
             importance_scores=importance_scores,
             facts=[
                 ("amount", describe_argument(amount)),
                 ("n", describe_argument(n)),
                 ("normalize", str(normalize)),
-                *(("channel group", f"{each.label}: {len(each.parts)}") for each in given),
-                *((p.label, f"dim {p.dim} size {p.size} ranked {p.is_ranked}") for p in parts),
+                *(("channel group", f"{name}: {len(parts)}") for name, parts in given.items()),
+                *((p.label, f"dim {p.dim} size {p.size} ranked {p.is_ranked}") for p in every),
             ],
         )
 
@@ -196,50 +176,52 @@ def global_structured(
         num_ranked = channels.channel_sizes(ranked)
         scores = channels.joint_norms(rows, n, num_ranked, call.communicator).numpy()
         # From here to the masks every rank does the same with the same numbers.
-        for each, (first, *_) in zip(given, by_group, strict=True):
+        for name, (first, *_) in zip(given, by_group, strict=True):
             values, is_live = scores[first.span], live[first.span]
             is_wrong = np.isnan(values) if normalize is None else ~np.isfinite(values)
             wrong = np.flatnonzero(is_wrong & is_live)
             if wrong.size:
                 raise ValueError(
-                    f"the norms of {each.label}, channels {', '.join(map(str, wrong[:5]))} are "
+                    f"the norms of {name}, channels {', '.join(map(str, wrong[:5]))} are "
                     f"{values[wrong[0]]}; expected numbers, finite ones with normalize."
                 )
             if normalize is not None:
                 values[:] = channels.normalized(values, is_live, normalize)
         decision, pruned = channels.prune_lowest(call, slices, scores, live, amount)
-        for each, (first, *_) in zip(given, by_group, strict=True):
+        for name, (first, *_) in zip(given, by_group, strict=True):
             span, num = first.span, first.num_channels
             num_live, num_pruned = int(live[span].sum()), int(pruned[span].sum())
             size = int(sizes[span].sum()) // max(num, 1)
-            reports.append(ChannelGroupReport(each.label, num, num - num_live, num_pruned, size))
+            reports.append(ChannelGroupReport(name, num, num - num_live, num_pruned, size))
         return decision
 
     report = put_masks("global_structured", read, decide, world(group), reads_values=True)
     return StructuredReport(**{**vars(report), "amount": amount}, groups=tuple(reports))
 
 
-def _slices(groups: Sequence[ChannelGroup], shards: Sequence[Shard]) -> list[list[ChannelSlice]]:
+def _slices(
+    groups: Mapping[str, Sequence[ChannelPart]], shards: Sequence[Shard]
+) -> list[list[ChannelSlice]]:
     """By group, its parts; checked. The parameters of the call have the order of the parts."""
     by_group: list[list[ChannelSlice]] = []
     shard_of = {(id(module), name): s for s in shards for module, name in s.places}
     group_of: dict[int, str] = {}  # by id of a shard
     first = 0
-    for group in groups:
+    for group, parts in groups.items():
         slices, without_scores = [], []
-        for part in group.parts:
+        for part in parts:
             module, name = checked_pair(part.parameter, "a parameter")
             shard = shard_of[id(module), name]
             if id(shard) in group_of:
                 raise ValueError(
-                    f"{part.label} is in the groups {group_of[id(shard)]} and {group.label}; "
+                    f"{part.label} is in the groups {group_of[id(shard)]} and {group}; "
                     "expected each parameter, under all its names, in one part of one group."
                 )
-            group_of[id(shard)] = group.label
+            group_of[id(shard)] = group
             dim = range(len(shard.shape))[part.dim]
             if shard.shape[dim] % part.size:
                 raise ValueError(
-                    f"{shard.name} in group {group.label}: {shard.shape[dim]} indices along "
+                    f"{shard.name} in group {group}: {shard.shape[dim]} indices along "
                     f"dim {part.dim}; expected a multiple of size={part.size}."
                 )
             slices.append(ChannelSlice(shard, dim, part.size, first, part.is_ranked))
@@ -248,12 +230,12 @@ def _slices(groups: Sequence[ChannelGroup], shards: Sequence[Shard]) -> list[lis
         if len({each.num_channels for each in slices}) > 1:
             counts = ", ".join(f"{each.num_channels} of {each.shard.name}" for each in slices)
             raise ValueError(
-                f"the parts of group {group.label} have different numbers of channels: {counts}; "
+                f"the parts of group {group} have different numbers of channels: {counts}; "
                 "expected the same. Check dim and size of each part."
             )
-        if 0 < len(without_scores) < sum(part.is_ranked for part in group.parts):
+        if 0 < len(without_scores) < sum(part.is_ranked for part in parts):
             raise ValueError(
-                f"importance_scores has scores of some parameters of group {group.label}, and "
+                f"importance_scores has scores of some parameters of group {group}, and "
                 f"none of {', '.join(without_scores)}; expected scores of all that are ranked."
             )
         by_group.append(slices)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from distprune.api.global_structured import ChannelGroup, ChannelPart
+from distprune.api.global_structured import ChannelPart
 from distprune.base.naming import NamedParameter, full_name, named_modules, unwrap
 
 # config.model_type of the families whose modules have these names and this layout.
@@ -21,7 +21,7 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def decoder_channels(
     model: nn.Module, *, heads: bool = True, neurons: bool = True
-) -> list[ChannelGroup]:
+) -> dict[str, list[ChannelPart]]:
     """The channels of a Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2 or Gemma 3 (text) model.
 
     A neuron of an MLP is a row of ``gate_proj`` and of ``up_proj``, and a column of ``down_proj``.
@@ -37,7 +37,7 @@ def decoder_channels(
         neurons: one group per MLP, "model.layers.0.mlp".
 
     Returns:
-        Groups in the order of the modules, for :func:`distprune.global_structured`.
+        Groups by name, in the order of the modules, for :func:`distprune.global_structured`.
 
     Raises:
         NotImplementedError: another family (mixtures of experts among them), or a projection that
@@ -53,7 +53,7 @@ def decoder_channels(
     if family not in FAMILIES:
         raise NotImplementedError(
             f"the model is of the family {family!r}; expected one of {', '.join(FAMILIES)}. Make "
-            "the ChannelGroups of other models yourself."
+            "the groups of other models yourself."
         )
     num_heads: int = config.num_attention_heads  # type: ignore[union-attr]
     num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
@@ -61,7 +61,7 @@ def decoder_channels(
         config.hidden_size // num_heads  # type: ignore[union-attr]
     )
     query_size = num_heads // num_kv_heads * head_dim
-    groups = []
+    groups: dict[str, list[ChannelPart]] = {}
     for path, module in named_modules(model):
         children = {name: unwrap(child) for name, child in module.named_children()}
         if neurons and children.keys() >= set(_MLP):
@@ -70,12 +70,11 @@ def decoder_channels(
             sizes = dict(zip(_ATTENTION, (query_size, head_dim, head_dim, query_size), strict=True))
         else:
             continue
-        parts = [
+        groups[path] = [
             part
             for name, size in sizes.items()
             for part in _parts(path, name, children[name], size)
         ]
-        groups.append(ChannelGroup(parts, path))
     if not groups:
         raise ValueError(
             f"{type(unwrap(model)).__name__} has no modules with {', '.join(_MLP)} or "
@@ -89,7 +88,7 @@ def _parts(path: str, name: str, layer: nn.Module, size: int) -> Iterator[Channe
     fqn, is_output = full_name(path, name), name not in ("down_proj", "o_proj")
     if not isinstance(layer, nn.Linear):
         raise NotImplementedError(
-            f"{fqn} is a {type(layer).__name__}; expected an nn.Linear. Make the ChannelGroups "
+            f"{fqn} is a {type(layer).__name__}; expected an nn.Linear. Make the groups "
             "yourself, or merge adapters into the weights first."
         )
     weight = NamedParameter(layer, "weight", full_name(fqn, "weight"))

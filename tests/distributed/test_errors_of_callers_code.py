@@ -15,7 +15,7 @@ from torch import nn
 import distprune as prune
 from distprune.criteria import SNIP, Fisher
 from distprune.files.team import Team
-from distprune.integrations.channels import ChannelGroup, ChannelPart
+from distprune.integrations.channels import ChannelPart
 from distprune.language_models import TokenWindows, calibrate, perplexity
 from distprune.ranks.collectives import world
 from distprune.schedule import OneShot, ScheduledPruner
@@ -170,7 +170,7 @@ def scores_of_a_schedule(case: Case) -> None:
 
 ITERABLES = {  # that fail at their end, and what is called with them
     "global_structured": lambda case: prune.global_structured(
-        case.broken([ChannelGroup([ChannelPart(pair, dim=0)]) for pair in case.weights]), amount=0.5
+        {"a": case.broken([ChannelPart(pair, dim=0) for pair in case.weights])}, amount=0.5
     ),
     "global_unstructured": lambda case: case.prune(case.broken(case.weights)),
     "ActivationStatistics": lambda case: ActivationStatistics(case.broken(case.weights)),

@@ -169,12 +169,10 @@ IN_GROUPS = [*RANKED, "l1.bias"]
 
 
 def prune_channels(s: Subject, scores=None, **options) -> list:
-    groups = [
-        prune.ChannelGroup(
-            [prune.ChannelPart(s.pair(p), dim, size, rank) for p, dim, size, rank in parts], name
-        )
+    groups = {
+        name: [prune.ChannelPart(s.pair(p), dim, size, rank) for p, dim, size, rank in parts]
         for name, parts in GROUPS.items()
-    ]
+    }
     options |= {"importance_scores": s.given(scores) if scores else None, "group": s.group}
     report = prune.global_structured(groups, **options)
     counts = [entry.num_pruned for entry in report.parameters]
@@ -298,7 +296,7 @@ def test_masks_and_reports_are_those_of_one_process(wrapping):
 def bytes_of_channels(size: int) -> int:
     s = Subject("fsdp2-2", sizes=(size, size, size, 4))
     parts = [prune.ChannelPart(s.pair("l1.weight"), 0), prune.ChannelPart(s.pair("l2.weight"), 1)]
-    groups = [prune.ChannelGroup([part], str(i)) for i, part in enumerate(parts)]
+    groups = {str(i): [part] for i, part in enumerate(parts)}
     return prune.global_structured(groups, amount=0.5).bytes_sent
 
 

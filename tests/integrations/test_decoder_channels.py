@@ -52,13 +52,13 @@ def test_a_channel_reaches_the_output_through_its_own_parts_only(family):
     model = grouped_model(family)
     expected = copy.deepcopy(model)
     groups = decoder_channels(model)
-    assert [group.name for group in groups] == [
+    assert list(groups) == [
         f"model.layers.{layer}.{part}" for layer in (0, 1) for part in ("self_attn", "mlp")
     ]
-    for group in groups:
-        prune.global_structured([group], amount=0.4)
-    for group in groups:
-        last = [part for part in group.parts if part.dim == 1]
+    for name, parts in groups.items():
+        prune.global_structured({name: parts}, amount=0.4)
+    for parts in groups.values():
+        last = [part for part in parts if part.dim == 1]
         assert len(last) == 1
         dead = (last[0].parameter[0].weight_mask == 0).all(0)
         assert 0 < int(dead.sum()) < dead.numel() and int(dead.sum()) % last[0].size == 0
@@ -71,8 +71,8 @@ def test_a_channel_reaches_the_output_through_its_own_parts_only(family):
     tokens = torch.arange(3, 19).view(2, 8)
     torch.testing.assert_close(model(tokens).logits, expected(tokens).logits)
     # Rows that were left would be seen by no output: those of the masked channels are all masked.
-    for group in groups:
-        for part in group.parts:
+    for parts in groups.values():
+        for part in parts:
             mask = getattr(part.parameter[0], f"{part.parameter[1]}_mask")
             rows = mask.movedim(part.dim, 0).flatten(1) if mask.ndim > 1 else mask.unsqueeze(1)
             of_channel = rows.unflatten(0, (-1, part.size)).flatten(1)
@@ -82,8 +82,8 @@ def test_a_channel_reaches_the_output_through_its_own_parts_only(family):
 
 def test_parts_are_chosen_and_others_refused():
     model = tiny_model("llama")
-    assert {g.name[-3:] for g in decoder_channels(model, heads=False)} == {"mlp"}
-    assert {g.name[-9:] for g in decoder_channels(model, neurons=False)} == {"self_attn"}
+    assert {name[-3:] for name in decoder_channels(model, heads=False)} == {"mlp"}
+    assert {name[-9:] for name in decoder_channels(model, neurons=False)} == {"self_attn"}
     with pytest.raises(ValueError, match="heads=False"):
         decoder_channels(model, heads=False, neurons=False)
     for family in ("mixtral", "gpt2"):
@@ -95,10 +95,10 @@ def test_parts_are_chosen_and_others_refused():
 
 
 def described(groups):
-    parts = [
-        [(part.label, part.dim, part.size, part.is_ranked) for part in g.parts] for g in groups
+    return [
+        (name, [(part.label, part.dim, part.size, part.is_ranked) for part in parts])
+        for name, parts in groups.items()
     ]
-    return list(zip([group.name for group in groups], parts, strict=True))
 
 
 def differences(wrapper: str) -> list[str]:

@@ -16,7 +16,7 @@ TORCH = {
     "random_structured", "random_unstructured", "remove",
 }  # fmt: skip
 OURS = {
-    "ChannelGroup", "ChannelGroupReport", "ChannelPart", "FactoredScores", "GlobalMask",
+    "ChannelGroupReport", "ChannelPart", "FactoredScores", "GlobalMask",
     "LowestScore", "MaskLoadingReport", "NamedParameter",
     "ParameterReport", "PruningReport", "ReconstructedParameter", "ReconstructionReport",
     "StructuredReport", "VerificationError", "VerificationReport", "VerifiedParameter",

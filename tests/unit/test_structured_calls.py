@@ -28,12 +28,9 @@ def part(layer, dim, *args, name="weight", **kwargs):
 
 def test_the_report_counts_channels_and_what_could_be_removed():
     model = model_of(3, 4, 2)
-    group = prune.ChannelGroup(
-        [part(model[0], 0), part(model[0], 0, name="bias", is_ranked=False), part(model[1], 1)],
-        "neurons",
-    )
-    prune.global_structured([group], amount=1)
-    report = prune.global_structured([group], amount=0.5)  # half of three: two, to even
+    parts = [part(model[0], 0), part(model[0], 0, name="bias", is_ranked=False), part(model[1], 1)]
+    prune.global_structured({"neurons": parts}, amount=1)
+    report = prune.global_structured({"neurons": parts}, amount=0.5)  # half of three: two, to even
     (entry,) = report.groups
     assert (entry.num_channels, entry.num_pruned_before, entry.num_pruned_now) == (4, 1, 2)
     assert entry.channel_size == 3 + 1 + 2
@@ -49,8 +46,8 @@ def test_the_report_counts_channels_and_what_could_be_removed():
 
 def test_the_call_works_with_one_output_and_one_channel():
     model = model_of(1, 1)
-    report = prune.global_structured([prune.ChannelGroup([part(model[0], 0)])], amount=1)
-    assert report.groups[0].name == "Linear.weight" and report.sparsity == 1.0
+    report = prune.global_structured({"a": [part(model[0], 0)]}, amount=1)
+    assert report.groups[0].name == "a" and report.sparsity == 1.0
 
 
 @pytest.mark.parametrize("normalize", ["rms", "l2", "mean"])
@@ -72,7 +69,7 @@ def call(change):
     """A valid call, with one change; returns the model and the call."""
     model = model_of(4, 6, 4)
     parts = [part(model[0], 0), part(model[1], 1)]
-    arguments = {"groups": [prune.ChannelGroup(parts, "g")], "amount": 0.5}
+    arguments = {"groups": {"g": parts}, "amount": 0.5}
     change(arguments, model)
     return model, arguments
 
@@ -87,29 +84,30 @@ def scores_for(*layers):
     )
 
 
-Group = prune.ChannelGroup
 REFUSED = {
     "two groups": (
-        with_groups(lambda m: [Group([part(m[0], 0)], "a"), Group([part(m[0], 1)], "b")]),
+        with_groups(lambda m: {"a": [part(m[0], 0)], "b": [part(m[0], 1)]}),
         ValueError, "Linear.weight is in the groups a and b",
     ),
     "two parts": (
-        with_groups(lambda m: [Group([part(m[0], 0), part(m[0], 1)], "a")]),
+        with_groups(lambda m: {"a": [part(m[0], 0), part(m[0], 1)]}),
         ValueError, "Linear.weight is in the groups a and a",
     ),
     "counts": (
-        with_groups(lambda m: [Group([part(m[0], 0), part(m[1], 0)], "a")]),
+        with_groups(lambda m: {"a": [part(m[0], 0), part(m[1], 0)]}),
         ValueError, r"group a have different numbers of channels: 6 of .*4 of .*expected the same",
     ),
     "heads": (
-        with_groups(lambda m: [Group([part(m[0], 0, 4)], "a")]),
+        with_groups(lambda m: {"a": [part(m[0], 0, 4)]}),
         ValueError, "6 indices along dim 0; expected a multiple of size=4",
     ),
-    "dim": (with_groups(lambda m: [Group([part(m[0], 2)])]), IndexError, "out of range"),
+    "dim": (with_groups(lambda m: {"a": [part(m[0], 2)]}), IndexError, "out of range"),
     "no parameter": (
-        with_groups(lambda m: [Group([part(m[0], 0, name="wait")])]), AttributeError, "wait",
+        with_groups(lambda m: {"a": [part(m[0], 0, name="wait")]}), AttributeError, "wait",
     ),
-    "no groups": (with_groups(lambda m: []), ValueError, "parameters is empty"),
+    "no groups": (with_groups(lambda m: {}), ValueError, "parameters is empty"),
+    "no part": (with_groups(lambda m: {"a": []}), ValueError, "a has no part that is ranked"),
+    "a list": (with_groups(lambda m: []), TypeError, "groups is a list"),
     "n": (lambda a, m: a.update(n=2.5), ValueError, "n=2.5"),
     "amount": (lambda a, m: a.update(amount=7), ValueError, "amount=7"),
     "share": (lambda a, m: a.update(amount=1.5), ValueError, "amount=1.5"),
@@ -137,18 +135,16 @@ def test_mistakes_are_named_and_change_nothing(what):
     assert changes(before, snapshot(model)) == []
 
 
-def test_groups_are_checked_when_they_are_made():
+def test_parts_are_checked_when_they_are_made():
     with pytest.raises(ValueError, match="size=0"):
         part(nn.Linear(1, 1), 0, size=0)
-    with pytest.raises(ValueError, match="no part that is ranked"):
-        Group([])
 
 
 def test_infinite_norms_tie_without_normalize():
     model = model_of(2, 4)
     scores = {(model[0], "weight"): torch.full((4, 2), torch.inf)}
-    group = prune.ChannelGroup([part(model[0], 0)])
-    report = prune.global_structured([group], amount=3, importance_scores=scores)
+    groups = {"a": [part(model[0], 0)]}
+    report = prune.global_structured(groups, amount=3, importance_scores=scores)
     assert (report.num_ties, report.num_ties_pruned) == (4, 3)
     assert model[0].weight_mask.sum(1).tolist() == [0, 0, 0, 2]
 
@@ -161,6 +157,5 @@ def test_pruned_nan_and_scores_of_unranked_parts_do_not_count():
     with torch.no_grad():
         model[0].weight_orig[1, 0] = torch.nan
     bias = prune.ChannelPart((model[0], "bias"), 0, is_ranked=False)
-    group = prune.ChannelGroup([part(model[0], 0), bias])
-    prune.global_structured([group], amount=1)
+    prune.global_structured({"a": [part(model[0], 0), bias]}, amount=1)
     assert model[0].weight_mask.sum(1).tolist() == [0, 1, 2]
