@@ -270,11 +270,14 @@ class Matching:
         sources: the origin of each parameter's mask, by parameter.
         unexpected: masks without a parameter: the reason, or "", by name of the mask.
         mismatched: masks of another shape than their parameter: the difference, by name.
+        used: the transforms of transformers that have changed a name, as it records them: their
+            reverse is what ``save_pretrained`` applies.
     """
 
     sources: dict[str, MaskSource] = field(default_factory=dict)
     unexpected: dict[str, str] = field(default_factory=dict)
     mismatched: dict[str, str] = field(default_factory=dict)
+    used: list[Any] = field(default_factory=list)
 
     def add(self, name: str, shape: Shape, parameter: str, expected: Shape) -> None:
         """Assign a mask to a parameter, unchanged; if there are several, the first one counts."""
@@ -315,94 +318,10 @@ class Matching:
         return f"{parameter} has the mask {', '.join(self.sources[parameter].names[:3])}"
 
 
-def rules_for(model: nn.Module) -> TransformersRules | None:
-    """The rules by which transformers loads a model's checkpoints; None for other models.
-
-    Args:
-        model: wrapped or not.
-    """
-    pretrained = pretrained_model(model)
-    return None if pretrained is None else TransformersRules(pretrained)
-
-
-class TransformersRules:
-    """The changes that transformers makes to a checkpoint when it loads it into a model.
-
-    Args:
-        model: a transformers model, unwrapped; modules below it may be wrapped.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._config = model.config
-        self._prefix: str = model.base_model_prefix
-        self._transforms = _transforms_of(model)
-
-    def used(self) -> list[Any]:
-        """The transforms that have changed a name in :meth:`match`, as transformers records them.
-
-        Their reverse is what ``save_pretrained`` applies.
-        """
-        return [step for step in self._transforms if step.was_used()]
-
-    def match(
-        self,
-        masks: Mapping[str, Shape],
-        parameters: Mapping[str, Shape],
-        others: Mapping[str, Shape],
-        *,
-        is_checkpoint: bool = True,
-    ) -> Matching:
-        """Find the parameters of masks; see :func:`match_masks`.
-
-        What enters a conversion together with masks, and has none, is kept.
-        """
-        matching, shapes = Matching(), {**others, **masks}
-        transforms = _Transforms(self._transforms, self._config, parameters)
-        if not is_checkpoint:
-            for name, own in [(name, self._own(name, parameters)) for name in masks]:
-                if own is not None:
-                    matching.add(name, shapes.pop(name), own, parameters[own])
-        # In the order in which transformers visits a checkpoint: some renamings depend on it.
-        for name in sorted(shapes, key=natural_key):
-            renamed = transforms.rename(name)
-            target, number, pattern = transforms.target_of(renamed)
-            if target not in parameters:
-                start, other = f"{self._prefix}.", self._with_other_prefix(target, parameters)
-                if other is not None:
-                    is_shorter = len(other) < len(target)
-                    renamed = renamed.removeprefix(start) if is_shorter else start + renamed
-                    target = other
-                elif (own := self._own(name, parameters)) is not None:
-                    target, number = own, None
-            if number is not None and target in parameters:
-                mask = name if name in masks else None
-                transforms.add(target, number, (renamed, pattern, mask, shapes[name]))
-            elif name in masks and target in parameters:
-                matching.add(name, shapes[name], target, parameters[target])
-            elif name in masks:
-                reason = "" if target == name else f"transformers loads it as {target}"
-                matching.unexpected[name] = reason
-        for conversion in transforms.conversions():
-            matching.add_converted(conversion, parameters)
-        return matching
-
-    def _with_other_prefix(self, name: str, parameters: Mapping[str, Shape]) -> str | None:
-        """The parameter's name with the base model's prefix added or removed; None without one."""
-        start = f"{self._prefix}."
-        for other in (name.removeprefix(start), start + name):
-            if self._prefix and other != name and other in parameters:
-                return other
-        return None
-
-    def _own(self, name: str, parameters: Mapping[str, Shape]) -> str | None:
-        """The parameter that has this name in the model, but for the base model's prefix."""
-        return name if name in parameters else self._with_other_prefix(name, parameters)
-
-
 def match_masks(
     masks: Mapping[str, Shape],
     parameters: Mapping[str, Shape],
-    rules: TransformersRules | None,
+    model: nn.Module,
     *,
     is_checkpoint: bool,
     others: Mapping[str, Shape] | None = None,
@@ -411,24 +330,62 @@ def match_masks(
 
     [Note: whose names] A name in a checkpoint may be that of a parameter which is loaded from
     another tensor, or transposed on loading. So names of a checkpoint always go through the
-    rules, and names of a model only if the model has no parameter of this name.
+    transforms of transformers, and names of a model only if the model has no parameter of this
+    name. In a model that is none of transformers, names are those of parameters.
 
     Args:
         masks: shapes, by name in the file.
         parameters: shapes, by name in the model; a tied one under all its names.
-        rules: of the model's library; None: names do not change.
+        model: wrapped or not.
         is_checkpoint: whether the names are those of a checkpoint, or of a model.
-        others: shapes of other tensors of the checkpoint, as far as they are known.
+        others: shapes of other tensors of the checkpoint, as far as they are known. What enters a
+            conversion together with masks, and has none, is kept.
     """
-    if rules is not None:
-        return rules.match(masks, parameters, others or {}, is_checkpoint=is_checkpoint)
-    matching = Matching()
-    for name, shape in masks.items():
-        if name in parameters:
-            matching.add(name, shape, name, parameters[name])
-        else:
-            matching.unexpected[name] = ""
+    matching, pretrained = Matching(), pretrained_model(model)
+    if pretrained is None:
+        for name, shape in masks.items():
+            if name in parameters:
+                matching.add(name, shape, name, parameters[name])
+            else:
+                matching.unexpected[name] = ""
+        return matching
+    steps, prefix = _transforms_of(pretrained), f"{pretrained.base_model_prefix}."
+    transforms = _Transforms(steps, pretrained.config, parameters)
+    shapes = {**(others or {}), **masks}
+    if not is_checkpoint:
+        for name in masks:
+            own = _named(name, prefix, parameters)
+            if own is not None:
+                matching.add(name, shapes.pop(name), own, parameters[own])
+    # In the order in which transformers visits a checkpoint: some renamings depend on it.
+    for name in sorted(shapes, key=natural_key):
+        renamed = transforms.rename(name)
+        target, number, pattern = transforms.target_of(renamed)
+        found = _named(target, prefix, parameters)
+        if found is None:
+            found, number = _named(name, prefix, parameters), None
+        elif len(found) < len(target):
+            renamed = renamed.removeprefix(prefix)
+        elif len(found) > len(target):
+            renamed = prefix + renamed
+        if number is not None and found is not None:
+            mask = name if name in masks else None
+            transforms.add(found, number, (renamed, pattern, mask, shapes[name]))
+        elif name in masks and found is not None:
+            matching.add(name, shapes[name], found, parameters[found])
+        elif name in masks:
+            reason = "" if target == name else f"transformers loads it as {target}"
+            matching.unexpected[name] = reason
+    for conversion in transforms.conversions():
+        matching.add_converted(conversion, parameters)
+    matching.used = [step for step in steps if step.was_used()]
     return matching
+
+
+def _named(name: str, prefix: str, parameters: Mapping[str, Shape]) -> str | None:
+    """The parameter of this name, or with the base model's prefix added or removed; else None."""
+    others = (name.removeprefix(prefix), prefix + name) if prefix != "." else ()
+    return next((each for each in (name, *others) if each in parameters), None)
 
 
 # The masks of one parameter, or of several that are saved together: the parameters with a mask;

@@ -541,16 +541,13 @@ def load_masks(
 
     def match() -> tuple[MaskFile, _transformers.Matching]:
         masks, places = open_masks(Path(folder)), list(all_places(model))
-        others: dict[str, tuple[int, ...]] = {}
-        if masks.is_of_checkpoint:
+        others, is_checkpoint = dict[str, tuple[int, ...]](), masks.is_of_checkpoint
+        if is_checkpoint:
             with suppress(CheckpointError):  # the masks were moved away from the weights, say
                 others = {t.name: tuple(t.shape) for t in open_checkpoint(Path(folder)).tensors}
+        shapes = {place.pair.fqn: place.shape for place in places}
         matching = _transformers.match_masks(
-            masks.shapes,
-            {place.pair.fqn: place.shape for place in places},
-            _transformers.rules_for(model),
-            is_checkpoint=masks.is_of_checkpoint,
-            others=others,
+            masks.shapes, shapes, model, is_checkpoint=is_checkpoint, others=others
         )
         for tied in by_parameter(places).values():
             named = [place for place in tied if place.pair.fqn in matching.sources]

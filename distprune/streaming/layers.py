@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from distprune._transformers import (
     MaskSource,
-    TransformersRules,
     as_saved,
     build_without_weights,
+    match_masks,
     names_by_tensor,
     put_tensor,
     tensors_of_checkpoints,
@@ -249,10 +249,9 @@ class StreamedModel:
         tensors = dict(tensors_of_checkpoints(self.model))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         stored = {name: entry.shape for name, entry in self.entries.items()}
-        rules = TransformersRules(self.model)
-        matching = rules.match(stored, shapes, {})
+        matching = match_masks(stored, shapes, self.model, is_checkpoint=True)
         # As from_pretrained: saving undoes the conversions that were used.
-        self.model._weight_conversions = rules.used()
+        self.model._weight_conversions = matching.used
         found = []
         for names in names_by_tensor(tensors.items()):
             sources = [matching.sources[name] for name in names if name in matching.sources]
