@@ -39,12 +39,12 @@ ROOMS = {
     "selftest.py": (291, 1),
     "shards": (797, 5),
     "statistics": (1384, 6),
-    "streaming": (1222, 6),
+    "streaming": (1220, 6),
     "testing.py": (231, 1),
     "verification.py": (573, 1),
     "wrappers": (1101, 8),
 }
-TOTAL = (19571, 119)
+TOTAL = (19569, 119)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 28940, "launch": 832}
 NO_CODE = {
