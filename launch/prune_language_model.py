@@ -171,7 +171,7 @@ class LanguageModel:
         score = CRITERIA[settings.criterion]
         if settings.update == "rounds":
             assert score is not None and self.calibration is not None  # see parse_settings
-            *_, last = language_models.prune_in_rounds(
+            *_, (report, moved) = language_models.prune_in_rounds(
                 self.model,
                 self.calibration,
                 self.parameters,
@@ -179,7 +179,6 @@ class LanguageModel:
                 lambda: self.text.of_round(score),
                 batch_size=settings.batch_size,
             )
-            report, moved = last.pruning, last.update
         else:
             scores = None if score is None else self.text.of(score)
             grams = self.text.grams if settings.update == "least-squares" else None

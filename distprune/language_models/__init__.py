@@ -12,7 +12,6 @@ All functions run on any number of ranks, are called on every rank, and need the
 
 # No module has the name of a function, whose place in this package it would take.
 from distprune.language_models.calibrating import (
-    Round,
     TextScores,
     calibrate,
     linear_layers,
@@ -27,7 +26,7 @@ from distprune.language_models.text import TokenWindows, read_windows
 from distprune.language_models.writing import write_text
 
 __all__ = [
-    "PerplexityReport", "Round", "RunProgress", "TextPerplexity", "TextScores", "TokenWindows",
+    "PerplexityReport", "RunProgress", "TextPerplexity", "TextScores", "TokenWindows",
     "calibrate", "linear_layers", "load_sharded", "load_tokenizer", "perplexity",
     "polish", "prune_block_by_block", "prune_in_rounds", "read_windows", "save_sharded",
     "write_text",

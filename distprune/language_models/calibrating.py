@@ -20,7 +20,7 @@ import contextlib
 import glob
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -470,22 +470,6 @@ class TextScores:
         return empty
 
 
-class Round(NamedTuple):
-    """What one round did; the same on every rank.
-
-    Attributes:
-        number: from 0 on.
-        sparsity: over all parameters, as it was asked for.
-        pruning: of this round.
-        update: of the kept weights after it; None without.
-    """
-
-    number: int
-    sparsity: float
-    pruning: PruningReport
-    update: ReconstructionReport | None
-
-
 def prune_in_rounds(
     model: nn.Module,
     windows: TokenWindows,
@@ -498,7 +482,7 @@ def prune_in_rounds(
     batch_size: int = 1,
     progress: Report | None = None,
     finished: int = 0,
-) -> Iterator[Round]:
+) -> Iterator[tuple[PruningReport, ReconstructionReport | None]]:
     """Prune globally in rounds, and after each move the kept weights. Collective.
 
     def score():
@@ -506,8 +490,8 @@ def prune_in_rounds(
         calibrate(model, windows, taylor)
         return taylor.scores()
 
-    for made in prune_in_rounds(model, windows, parameters, [0.35, 0.5, 0.6], score):
-        print(made.pruning.sparsity)  # checkpoint.save here lets a stopped run go on
+    for pruning, update in prune_in_rounds(model, windows, parameters, [0.35, 0.5, 0.6], score):
+        print(pruning.sparsity)  # checkpoint.save here lets a stopped run go on
 
     With scores by factors nothing is computed anew, and no round has a backward: sums of gradients
     of the dense model (``GradientStatistics``) rank the weights as they are in each round,
@@ -528,6 +512,10 @@ def prune_in_rounds(
         damping: as for ``reconstruct``.
         batch_size, progress: as for :func:`calibrate`, for the Gram matrices.
         finished: rounds that are done already: the model has their masks and weights.
+
+    Yields:
+        The report of each round's pruning, and that of the update after it, None without; the same
+        on every rank.
 
     Raises:
         ValueError: sparsities that do not rise between 0 and 1, or below the present one.
@@ -566,4 +554,4 @@ def prune_in_rounds(
             pruning = global_unstructured(pairs, L1Unstructured, scores, amount=amount)
             if update:
                 moved = reconstruct(pairs, grams, damping=damping)
-        yield Round(number, sparsity, pruning, moved)
+        yield pruning, moved

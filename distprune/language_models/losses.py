@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,18 +37,9 @@ from distprune.language_models.running import (
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import whole, world
 
-
-class Prediction(NamedTuple):
-    """What a model says about the next token at each position of some windows.
-
-    Attributes:
-        values: what its head is called with, [windows, length, features], or logits.
-        are_logits: whether they are logits.
-    """
-
-    values: Tensor
-    are_logits: bool
-
+# What a model says about the next token at each position of some windows: what its head is called
+# with, [windows, length, features], or logits; and whether it is logits.
+Prediction = tuple[Tensor, bool]
 
 SLICE = 1 << 24  # logits that there are at a time: 64 MiB in fp32
 
@@ -110,7 +101,7 @@ class BatchLosses:
         with torch.no_grad():
             ids = on_device_of(self._model, tokens)
             logits, states = self._run(ids, lambda states, head: states)
-        return Prediction(logits, True) if states is None else Prediction(states, False)
+        return (logits, True) if states is None else (states, False)
 
     def divergence(self, tokens: Tensor, target: Prediction) -> Tensor:
         """The mean divergence of the model's predictions from others, in nats per token.
@@ -168,8 +159,8 @@ class BatchLosses:
         def after(module: Any, args: object, output: Tensor) -> Tensor | None:
             if len(calls) != 1 or not torch.equal(output, calls[0][1]):
                 return None
-            shape = (*ids.shape, output.shape[-1])
-            given.append(_AsLogits.apply(calls[0][0], shape))  # type: ignore[no-untyped-call]
+            nothing = calls[0][0].new_zeros(())
+            given.append(_stand_in(calls[0][0], nothing, (*ids.shape, output.shape[-1])))
             return given[0]
 
         hooks = [
@@ -183,7 +174,7 @@ class BatchLosses:
                 hook.remove()
         logits = getattr(output, "logits", output)
         if len(calls) == 1 and given and logits is given[0]:
-            return logits, _FromLogits.apply(logits, calls[0][0])  # type: ignore[no-untyped-call]
+            return logits, _stand_in(logits, calls[0][0], calls[0][0].shape)
         self._head = None
         return logits_of(output_of(self._model, ids) if calls else output), None
 
@@ -249,29 +240,25 @@ def _mean_loss(states: Tensor, head: Head | None, targets: Tensor) -> Tensor:
     return loss
 
 
-class _AsLogits(torch.autograd.Function):
-    """Logits without memory, whose gradient is that of a loss: wrappers see it pass."""
+class _StandIn(torch.autograd.Function):
+    """A number, as a tensor of any shape without memory, that stands for another such number.
+
+    The gradient passes as it is: so wrappers see that of a loss pass through logits.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return loss.new_zeros(()).expand(shape)
+    def forward(ctx: Any, value: Tensor, number: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.shape = value.shape
+        return number.detach().clone().expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream[0, 0, 0], None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        return upstream[(0,) * upstream.ndim].expand(ctx.shape), None, None
 
 
-class _FromLogits(torch.autograd.Function):
-    """The loss that such logits stand for."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, loss: Tensor) -> Tensor:
-        ctx.shape = logits.shape
-        return loss.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream.expand(ctx.shape), None
+def _stand_in(value: Tensor, number: Tensor, shape: tuple[int, ...]) -> Tensor:
+    result: Tensor = _StandIn.apply(value, number, shape)  # type: ignore[no-untyped-call]
+    return result
 
 
 def nll_of_windows(states: Tensor, ids: Tensor, head: Head | None = None) -> Tensor:

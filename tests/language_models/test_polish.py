@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import distprune as prune
 from distprune import criteria, language_models
-from distprune.language_models.losses import BatchLosses, Prediction
+from distprune.language_models.losses import BatchLosses
 from distprune.testing import run_ranks
 from helpers.tiny_language_model import tiny_llama, tiny_tokenizer
 
@@ -61,9 +61,9 @@ def test_the_divergence_is_that_of_whole_logits(llama_and_text, in_slices):
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     target = BatchLosses(dense).prediction(tokens)
-    assert not target.are_logits
+    assert not target[1]
     if not in_slices:
-        target = Prediction(dense(input_ids=tokens).logits.detach(), True)
+        target = (dense(input_ids=tokens).logits.detach(), True)
     loss = BatchLosses(model).divergence(tokens, target)
     loss.backward()
     assert torch.allclose(loss, right, atol=1e-6)
@@ -141,9 +141,9 @@ def run(folder, wrap="none", finished=0, model=None):
         model, windows, parameters, SPARSITIES, score, finished=finished
     )
     zeros, errors = [], []
-    for made in rounds:
-        zeros.append([row.num_pruned for row in made.pruning.parameters])
-        errors += [(row.error_before, row.error_after) for row in made.update.parameters]
+    for pruning, update in rounds:
+        zeros.append([row.num_pruned for row in pruning.parameters])
+        errors += [(row.error_before, row.error_after) for row in update.parameters]
     weights = [getattr(*pair).detach() for pair in parameters]
     return zeros, errors, weights, model
 
