@@ -42,9 +42,9 @@ ROOMS = {
     "streaming": (1220, 6),
     "testing.py": (231, 1),
     "verification.py": (573, 1),
-    "wrappers": (1101, 8),
+    "wrappers": (1099, 8),
 }
-TOTAL = (19557, 119)
+TOTAL = (19555, 119)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 28940, "launch": 832}
 NO_CODE = {

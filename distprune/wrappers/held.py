@@ -38,20 +38,10 @@ from distprune.base.pruned_form import is_dtensor, local_tensor, lost_mask, mask
 from distprune.ranks.collectives import resolved
 from distprune.wrappers import deepspeed
 from distprune.wrappers.managed import Managed, StoredRun
-from distprune.wrappers.masked_value import has_dense_gradient
+from distprune.wrappers.masked_value import NotCopied, has_dense_gradient
 from distprune.wrappers.wrapper import laid_out_like
 
 _ATTRIBUTE = "_distprune_held"
-
-
-class _NotCopied(dict[Any, Any]):
-    """What a module or a parameter has here. A copy of it begins with nothing.
-
-    An attribute: torch cannot swap tensors, as ``.to()`` does, that have weak references.
-    """
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[type[_NotCopied], tuple[()]]:
-        return _NotCopied, ()
 
 
 def find_held(module: nn.Module, name: str) -> Held | None:
@@ -147,7 +137,7 @@ class Held:
     def attach(self) -> None:
         """Hold zeros from now on. A second call does nothing."""
         for module, name in self.places:
-            module.__dict__.setdefault(_ATTRIBUTE, _NotCopied())[name] = self
+            module.__dict__.setdefault(_ATTRIBUTE, NotCopied())[name] = self
         if self.record is not None:
             self.record.free_gathered()  # it was gathered without this mask
             self.record.hold(self)
@@ -188,7 +178,7 @@ class Held:
         if not _handles:
             _handles.append(of_torch.register_optimizer_step_pre_hook(_before_step))
             _handles.append(of_torch.register_optimizer_step_post_hook(_after_step))
-        present.__dict__.setdefault(_ATTRIBUTE, _NotCopied())[id(self)] = reference
+        present.__dict__.setdefault(_ATTRIBUTE, NotCopied())[id(self)] = reference
         has_master = deepspeed.has_master(present)
         if has_master or not (record is None or record.tells_gathers):
             _in_memory.add(self)  # what an optimizer steps in its place is another tensor

@@ -116,17 +116,19 @@ def has_own_property(module: nn.Module, name: str) -> bool:
     return isinstance(value, property) and type(module) is not PrunedOutProjection
 
 
-class _Depth:
-    """How many contexts make the gradient of a parameter dense now; in the module's ``__dict__``.
+class NotCopied(dict[Any, Any]):
+    """What is in an attribute of a module or a tensor, and empty in its copies.
 
-    There, because ``torch.compile`` compiles a module again whose attributes change. A copy of the
-    module is inside none of the contexts.
+    An attribute: torch cannot swap tensors, as ``.to()`` does, that have weak references.
     """
 
-    count = 0
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[NotCopied], tuple[()]]:
+        return NotCopied, ()
 
-    def __reduce__(self) -> tuple[type[_Depth], tuple[()]]:
-        return _Depth, ()
+
+# By this key, how many contexts make the gradient of a parameter dense now. It is in an attribute
+# of the module, because ``torch.compile`` compiles a module again whose attributes change.
+_DEPTH = "depth"
 
 
 def has_dense_gradient(module: nn.Module, name: str) -> bool:
@@ -135,19 +137,20 @@ def has_dense_gradient(module: nn.Module, name: str) -> bool:
     # Compiled code has a guard for the attribute, and is compiled again when this changes; the
     # dictionary is ten times as fast where there is none.
     depth: Any = getattr(module, key, None) if is_compiling else module.__dict__.get(key)
-    return depth is not None and bool(depth.count)
+    return depth is not None and bool(depth.get(_DEPTH))
 
 
 def enter_dense(module: nn.Module, name: str) -> None:
     """Make it dense until :func:`leave_dense`; calls may nest."""
-    module.__dict__.setdefault(_depth_key(name), _Depth()).count += 1
+    depth = module.__dict__.setdefault(_depth_key(name), NotCopied())
+    depth[_DEPTH] = depth.get(_DEPTH, 0) + 1
 
 
 def leave_dense(module: nn.Module, name: str) -> None:
     """Undo one call of :func:`enter_dense`."""
-    depth: _Depth = module.__dict__[_depth_key(name)]
-    depth.count -= 1
-    if not depth.count:
+    depth = module.__dict__[_depth_key(name)]
+    depth[_DEPTH] -= 1
+    if not depth[_DEPTH]:
         del module.__dict__[_depth_key(name)]  # graphs may still refer to it
 
 
@@ -164,14 +167,14 @@ class _StraightThrough(torch.autograd.Function):
     """The masked product, whose backward leaves the mask out: a straight-through estimator."""
 
     @staticmethod
-    def forward(ctx: Any, original: Tensor, mask: Tensor, depth: _Depth) -> Tensor:
+    def forward(ctx: Any, original: Tensor, mask: Tensor, depth: NotCopied) -> Tensor:
         ctx.depth = depth
         ctx.save_for_backward(mask)
         return masked_product(original, mask)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.depth.count:
+        if ctx.depth[_DEPTH]:
             return gradient, None, None
         # The context was left between forward and backward.
         (mask,) = ctx.saved_tensors
