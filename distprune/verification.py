@@ -18,16 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distprune.base import memory, without_garbage_collection
+from distprune.base import memory, naming, without_garbage_collection
 from distprune.base.amount import share, table
-from distprune.base.naming import (
-    Pair,
-    checked_pair,
-    full_name,
-    label_of,
-    named_modules,
-    tied_places,
-)
+from distprune.base.naming import Pair, checked_pair, full_name, label_of, tied_places
 from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
 from distprune.call.report import CallReport, PruningReport
 from distprune.masks.fingerprint import fingerprint_parts
@@ -220,7 +213,7 @@ def verify(
             raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
         if may_be_managed():
             managed_parameters(model)  # registers FSDP1 modules
-        modules = list(named_modules(model))
+        modules = list(naming.named_modules(model))
         places = [
             Place(full_name(prefix, full_name(path, name)), module, name)
             for path, module in modules

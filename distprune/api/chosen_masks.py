@@ -44,16 +44,7 @@ from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import write_atomically
 from distprune.files.errors import CheckpointError
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks, read_keep
-from distprune.masks.hook import (
-    check_binary,
-    check_hook,
-    check_ties,
-    detach,
-    find_hook,
-    pruned_parameters,
-    refresh_products,
-    unregister,
-)
+from distprune.masks import hook as hooks
 from distprune.methods.base import elementwise_decision, hook_for_chosen_mask
 from distprune.ranks.collectives import Communicator, world
 from distprune.shards.reader import Place, ShardReader, all_places, by_parameter, find_places
@@ -212,7 +203,7 @@ def set_masks(
         for position, shard in enumerate(call.shards):
             before = keep = call.start_mask(position) != 0
             if isinstance(shard.scores, Tensor):  # else it is of another part of a pipeline
-                check_binary(shard.scores, shard.name)
+                hooks.check_binary(shard.scores, shard.name)
                 keep = shard.scores != 0
             dropped, grown = before & ~keep, keep & ~before
             counted = slice(shard.counted.start, shard.counted.stop)
@@ -232,7 +223,7 @@ def set_masks(
     with ordinary_tensors(), torch.no_grad():
         for tensor, where in zeroed:
             tensor.masked_fill_(where.to(tensor.device), 0)
-        refresh_products(changed_places)
+        hooks.refresh_products(changed_places)
     return report
 
 
@@ -291,20 +282,20 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
     communicator = world(group)
 
     def read() -> tuple[list[NamedParameter], list[Tensor]]:
-        check_ties(model)
-        for label, module, hook in pruned_parameters(model):
-            check_binary(module.get_buffer(mask_key(hook._tensor_name)), label)
-            check_hook(hook, label)
+        hooks.check_ties(model)
+        for label, module, hook in hooks.pruned_parameters(model):
+            hooks.check_binary(module.get_buffer(mask_key(hook._tensor_name)), label)
+            hooks.check_hook(hook, label)
         pairs = find_places(model, _is_pruned)
         return pairs, get_masks(pairs)
 
     pairs, masks = communicator.run(
         read, lambda found: [("pruned parameters", ", ".join(pair.fqn for pair in found[0]))]
     )
-    for _, module, hook in list(pruned_parameters(model)):
-        if find_hook(module, hook._tensor_name) is hook:  # else it went with another name
-            detach(module, hook, is_final=False)
-            unregister(module, hook._tensor_name)
+    for _, module, hook in list(hooks.pruned_parameters(model)):
+        if hooks.find_hook(module, hook._tensor_name) is hook:  # else it went with another name
+            hooks.detach(module, hook, is_final=False)
+            hooks.unregister(module, hook._tensor_name)
     try:
         with communicator.raising_everywhere():
             yield
@@ -318,7 +309,7 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
 
 
 def _is_pruned(place: Place) -> bool:
-    return find_hook(*place.pair) is not None
+    return hooks.find_hook(*place.pair) is not None
 
 
 def masks_from_zeros(
@@ -612,7 +603,7 @@ def hold_zeros(model: nn.Module) -> None:
 
     Cost: a read of the masks and a write of the weights.
     """
-    for _name, module, hook in pruned_parameters(model):
+    for _name, module, hook in hooks.pruned_parameters(model):
         held = find_held(module, hook._tensor_name)
         if held is not None:
             held.zero()

@@ -7,16 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from distprune.base import selecting
 from distprune.base.naming import NamedParameter, full_name, unwrap
-from distprune.base.selecting import (
-    EMBEDDING,
-    HEAD,
-    MIN_NDIM,
-    NORM,
-    matcher,
-    reason_of_shape,
-    reason_to_keep,
-)
 from distprune.masks.hook import check_state, hooks_on
 from distprune.shards.reader import Place, all_places, by_parameter
 
@@ -92,7 +84,7 @@ def select(
     fqns = [place.pair.fqn for places in parameters for place in places]
     matched = {}
     for pattern in [*(wanted or ()), *added, *unwanted]:
-        matched[pattern] = set(filter(matcher(pattern), fqns))
+        matched[pattern] = set(filter(selecting.matcher(pattern), fqns))
         if not matched[pattern]:
             raise ValueError(
                 f"{pattern!r} matches no parameter; expected a glob or a 're:' pattern for the "
@@ -114,8 +106,9 @@ def select(
             return "not asked for"
         if everything:
             is_asked_for = wanted is not None or types is not None
-            return NORM if not is_asked_for and any(map(_is_norm, places)) else ""
-        reason = reason_of_shape(places[0].shape, MIN_NDIM if min_ndim is None else min_ndim)
+            return selecting.NORM if not is_asked_for and any(map(_is_norm, places)) else ""
+        least = selecting.MIN_NDIM if min_ndim is None else min_ndim
+        reason = selecting.reason_of_shape(places[0].shape, least)
         if reason or wanted is not None or is_in(added):
             return reason
         return next(filter(None, (_default_reason(place, head) for place in places)), "")
@@ -149,12 +142,14 @@ def _default_reason(place: Place, head: nn.Module | None) -> str:
     """By type, where the module has one that tells more than names do; else by name."""
     module = place.pair[0]
     if isinstance(module, _EMBEDDINGS):
-        return EMBEDDING
+        return selecting.EMBEDDING
     if module is head:
-        return HEAD
+        return selecting.HEAD
     if _is_norm(place):
-        return NORM
-    return reason_to_keep(place.pair.fqn, place.shape) if place.is_floating else "no float"
+        return selecting.NORM
+    if not place.is_floating:
+        return "no float"
+    return selecting.reason_to_keep(place.pair.fqn, place.shape)
 
 
 def _is_norm(place: Place) -> bool:

@@ -11,18 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distprune.criteria.base import (
-    Criterion,
-    NonFinite,
-    Part,
-    Power,
-    RankBatches,
-    Unit,
-    checked_unit,
-    collecting,
-    is_finite,
-    rank_batch,
-)
+from distprune.criteria import base
+from distprune.criteria.base import Criterion, NonFinite, Part, Power, Unit
 from distprune.methods.base import L1Unstructured, LowestScore
 from distprune.ranks.collectives import Communicator, over_groups, sum_of_pieces, world
 from distprune.shards.reader import ranks_with_shards, unaveraged_gradients
@@ -187,7 +177,7 @@ def add_moment(total: Tensor, gradient: Tensor, power: Power, factor: float) -> 
         total.add_(gradient.abs(), alpha=factor)
 
 
-class RankBatchSums(RankBatches):
+class RankBatchSums(base.RankBatches):
     """Sums of moments while hooks are on: between two collectives, on entry and on leaving.
 
     What went wrong inside is raised on all ranks by :meth:`finish`.
@@ -269,7 +259,7 @@ class RankBatchSums(RankBatches):
         if self.problem is not None:
             raise self.problem
         for part in self._parts:
-            if not is_finite(part.total):
+            if not base.is_finite(part.total):
                 text = f"{part.label}: the sum of |gradient|^{self._power} is not finite; expected "
                 raise ValueError(text + "finite gradients. Under fp16, use a smaller loss scale.")
 
@@ -391,7 +381,7 @@ class GradientMoment(Criterion):
             self.total_weight += weight
             self._is_incomplete = False
 
-        with collecting(self, communicator, attach, finish):
+        with base.collecting(self, communicator, attach, finish):
             yield
 
     @contextmanager
@@ -414,12 +404,12 @@ class GradientMoment(Criterion):
                 on one rank alone is raised on all of them, when ``calibrating`` ends.
         """
         if self.unit == "global_batch":
-            weight, scale = checked_unit(weight, loss_scale)
+            weight, scale = base.checked_unit(weight, loss_scale)
             with self._dropping_gradients():
                 yield
                 self._add_unit(weight, scale)
         else:
-            with rank_batch(self, weight, loss_scale, world(self._group).size):
+            with base.rank_batch(self, weight, loss_scale, world(self._group).size):
                 yield
 
     @property
