@@ -31,20 +31,20 @@ ROOMS = {
     "layouts.py": (13, 1),
     "masks": (430, 3),
     "methods": (670, 4),
-    "ranking": (1649, 9),
+    "ranking": (1645, 9),
     "ranks": (319, 2),
     "recipes": (320, 1),
     "reconstruction.py": (274, 1),
     "schedule.py": (228, 1),
     "selftest.py": (291, 1),
     "shards": (797, 5),
-    "statistics": (1384, 6),
+    "statistics": (1383, 6),
     "streaming": (1220, 6),
     "testing.py": (231, 1),
     "verification.py": (566, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19524, 119)
+TOTAL = (19519, 119)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 28940, "launch": 832}
 NO_CODE = {

@@ -318,8 +318,8 @@ class RankedTensors:
             (share,) = self._team.shares([entry.numel])
             part = Part(entry.name, entry.numel, _whole((entry.numel,)), share)
             scored = Scored(part, self._values[entry.name])
-            summed = sums.Summed.of(scored, _whole(layout.shape), layout)
-            (self._sums[entry.name],) = sums.magnitude_sums([summed], self._team)
+            weight = scored, _whole(layout.shape), layout
+            (self._sums[entry.name],) = sums.magnitude_sums([weight], self._team)
 
     def _factored(self, name: str, score: str) -> ScoreSource:
         """The scores of a tensor that are made of its weights and of statistics."""

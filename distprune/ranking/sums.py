@@ -210,38 +210,6 @@ def grid_sums(
     return [high * exact_sums.WORD + low for high, low in words]
 
 
-@dataclass(frozen=True)
-class Summed:
-    """One rank's part of a weight, and the sums that its elements belong to.
-
-    Attributes:
-        part: whose scores are the elements w.
-        matrix: how they lie in matrices.
-        places: of each kind of sum, int64 [matrices or 1, rows or 1, columns or 1]: the number of
-            the sum that an element belongs to; empty if nothing is counted here.
-        sizes: how many sums of each kind there are.
-    """
-
-    part: Scored
-    matrix: MatrixRun
-    places: Sequence[Tensor]
-    sizes: Sequence[int]
-
-    @classmethod
-    def of(
-        cls, part: Scored, index: IndexMap, layout: WeightLayout, *, is_here: bool = True
-    ) -> Summed:
-        """The sums over the outputs, of each input, and over the inputs, of each output.
-
-        Args:
-            index: of the part.
-            layout: of the whole weight.
-            is_here: False if no element of it is.
-        """
-        matrix, places = matrices_of(index, layout, is_here=is_here)
-        return cls(part, matrix, places, (layout.num_inputs, layout.num_outputs))
-
-
 def matrices_of(
     index: IndexMap, layout: WeightLayout, *, is_here: bool = True
 ) -> tuple[MatrixRun, list[Tensor]]:
@@ -254,32 +222,35 @@ def matrices_of(
     return matrix, [matrix.matrix_of(each, layout.shape) for each in numbers if is_here]
 
 
-def magnitude_sums(weights: Sequence[Summed], ranks: Communicator) -> list[list[Tensor]]:
-    """Sum |w| of the live elements. Collective.
+def magnitude_sums(
+    weights: Sequence[tuple[Scored, IndexMap, WeightLayout]], ranks: Communicator
+) -> list[list[Tensor]]:
+    """Sum |w| of the live elements, of each input and of each output. Collective.
 
     Args:
-        weights: this rank's part of every weight; the same list on all ranks.
+        weights: this rank's part of every weight, where its elements are in the whole, and the
+            layout of that; the same list on all ranks.
         ranks: the ranks that have the parts.
 
     Returns:
-        Per weight and kind of sum, fp64 [size]; bit-equal on all ranks and on every sharding.
+        Per weight, fp64 [inputs] and [outputs]; bit-equal on all ranks and on every sharding.
 
     Raises:
         ValueError: an element is NaN or infinite; names its weight. On every rank.
 
     Cost: two reads of the weights; two all-reduces of 8 bytes per sum.
     """
-    sizes = [size for weight in weights for size in weight.sizes]
+    sizes = [size for *_, layout in weights for size in (layout.num_inputs, layout.num_outputs)]
 
     def per_weight(values: Tensor) -> list[list[Tensor]]:
-        parts = iter(torch.split(values, sizes))
-        return [[next(parts) for _ in weight.sizes] for weight in weights]
+        sums = torch.split(values, sizes)
+        return [[*both] for both in zip(sums[::2], sums[1::2], strict=True)]
 
     bits = ranks.reduce(sum(sizes), lambda: _reduced(weights, sizes, None), "max")
     largest = bits.view(torch.float64)
     for what, is_wrong in (("nan", torch.isnan), ("infinite", torch.isinf)):
         of_weights = zip(weights, per_weight(is_wrong(largest)), strict=True)
-        names = [weight.part.shard.name for weight, own in of_weights if torch.cat(own).any()]
+        names = [part.shard.name for (part, *_), own in of_weights if torch.cat(own).any()]
         if names:
             text = "the sum of its magnitudes is not finite; expected finite weights."
             raise UnfitScores(f"{', '.join(names)}: {text}", what, names)
@@ -290,24 +261,30 @@ def magnitude_sums(weights: Sequence[Summed], ranks: Communicator) -> list[list[
     return per_weight(sums)
 
 
-def _reduced(weights: Sequence[Summed], sizes: Sequence[int], exponents: Tensor | None) -> Tensor:
+def _reduced(
+    weights: Sequence[tuple[Scored, IndexMap, WeightLayout]],
+    sizes: Sequence[int],
+    exponents: Tensor | None,
+) -> Tensor:
     """This rank's largest bits of |w|, or with exponents the sums in units of the grid: int64."""
-    devices = {weight.part.scores.device for weight in weights}
+    parts = [part for part, *_ in weights]
+    matrices = [
+        matrices_of(index, layout, is_here=part.scores.size > 0) for part, index, layout in weights
+    ]
+    devices = {part.scores.device for part in parts}
     outs = {each: torch.zeros(sum(sizes), dtype=torch.int64, device=each) for each in devices}
-    firsts = iter(itertools.accumulate(sizes, initial=0))
-    first_of = [[next(firsts) for _ in weight.sizes] for weight in weights]
+    firsts = list(itertools.accumulate(sizes, initial=0))
     lock = threading.Lock()
 
     def visit(i: int, span: range, scratch: Scratch) -> Count:
-        weight = weights[i]
-        magnitudes = torch.as_tensor(weight.part.magnitudes(span, scratch)).double()
-        out = outs[weight.part.scores.device]
-        several = [places.to(out.device) for places in weight.places]
-        for block in weight.matrix.blocks(span.start, span.stop):
+        magnitudes = torch.as_tensor(parts[i].magnitudes(span, scratch)).double()
+        out, (matrix, both) = outs[parts[i].scores.device], matrices[i]
+        several = [places.to(out.device) for places in both]
+        for block in matrix.blocks(span.start, span.stop):
             start, stop, _, rows, columns = block
             shape = (rows.stop - rows.start, columns.stop - columns.start)
             values = magnitudes[start:stop].view(shape)
-            for first, places in zip(first_of[i], several, strict=False):
+            for first, places in zip(firsts[2 * i :], several, strict=False):
                 place = slice_of(places, block) + first
                 axes = [axis for axis in (0, 1) if place.shape[axis] == 1]
                 if exponents is None:
@@ -324,7 +301,7 @@ def _reduced(weights: Sequence[Summed], sizes: Sequence[int], exponents: Tensor 
                         out.index_add_(0, at, found)
         return 0
 
-    per_part([weight.part for weight in weights], visit, most=SERIAL)
+    per_part(parts, visit, most=SERIAL)
     found = torch.stack([out.cpu() for out in outs.values()])
     return found.amax(0) if exponents is None else found.sum(0)
 

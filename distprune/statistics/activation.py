@@ -19,7 +19,7 @@ from distprune.budgets import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.call.reading import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.ranking.scores import FactorScores, ScoreSource
-from distprune.ranking.sums import Scored, Summed, magnitude_sums
+from distprune.ranking.sums import Scored, magnitude_sums
 from distprune.ranks.collectives import world
 from distprune.shards import factored
 from distprune.shards.factored import POWER_OF_RIA, FactoredScores
@@ -260,9 +260,8 @@ class ActivationStatistics(Statistics, Collector):
             shards = [shard for shard in self._shards() if shard.name in asked]
             weights = []
             for shard in shards:
-                part, here = Scored(shard, ScoreSource(shard.flat_values)), bool(shard.places)
-                layout = asked[shard.name].layout
-                weights.append(Summed.of(part, shard.index, layout, is_here=here))
+                part = Scored(shard, ScoreSource(shard.flat_values))
+                weights.append((part, shard.index, asked[shard.name].layout))
             found = magnitude_sums(weights, self._communicator)
         sums = {shard.name: both for shard, both in zip(shards, found, strict=True)}
 

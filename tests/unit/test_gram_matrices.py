@@ -14,8 +14,8 @@ from distprune.base.blocks import WeightLayout
 from distprune.ranking import sums as module
 from distprune.ranking.chunks import Part
 from distprune.ranking.scores import ScoreSource
-from distprune.ranking.sums import Scored, Summed, magnitude_sums
-from distprune.shards.geometry import IndexMap, MatrixRun
+from distprune.ranking.sums import Scored, magnitude_sums
+from distprune.shards.geometry import IndexMap
 from distprune.statistics import GramMatrices
 from helpers.least_squares import gram_of
 from helpers.virtual_ranks import run_virtual_ranks
@@ -165,12 +165,9 @@ def numbers_of(layout):
 
 
 def sums(layout, values, mask, num_ranks=1):
-    numbers = numbers_of(layout)
     index = IndexMap(
         tuple(map(range, layout.shape)), values.stride(), 0, 0, tuple(range(values.ndim))
     )
-    matrix = MatrixRun(index, numbers)
-    places = [matrix.matrix_of(each, layout.shape) for each in numbers]
 
     def add_up(communicator):
         first, last = (
@@ -178,8 +175,7 @@ def sums(layout, values, mask, num_ranks=1):
         )
         part = Part("w", values.numel(), index, range(first, last), mask.view(-1))
         scored = Scored(part, ScoreSource(values.view(-1)))
-        weight = Summed(scored, matrix, places, (layout.num_inputs, layout.num_outputs))
-        return magnitude_sums([weight, weight], communicator)
+        return magnitude_sums([(scored, index, layout)] * 2, communicator)
 
     (found, again), *others = run_virtual_ranks(add_up, num_ranks)
     for other in (again, *itertools.chain(*others)):
