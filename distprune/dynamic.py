@@ -172,7 +172,8 @@ def dense_gradients(parameters: nn.Module | Iterable[Pair]) -> Iterator[None]:
     inside add dense gradients and those before added masked ones; on leaving the sum is masked.
     What a backward adds after leaving is masked, also if its forward was inside or if its
     gradients are reduced later (``no_sync``). Contexts may nest, the outermost one masks.
-    A model that ``torch.compile`` compiled is compiled once more.
+    A model that ``torch.compile`` compiled is compiled once more. If it is not sharded, a backward
+    after leaving whose forward was inside adds dense gradients: leave after the backward.
 
     Args:
         parameters: a model, for all its pruned parameters; or (module, name) pairs, as ``select``
