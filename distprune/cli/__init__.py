@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 from distprune.files.errors import SelectionError, explained, printable
 
+_OF_THE_EXTRA = ("click", "rich", "pydantic", "yaml")
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit."""
@@ -25,25 +27,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from distprune.cli.process import run_selftest
 
             sys.exit(run_selftest(arguments[1:]))
-        _run(arguments)
+        from distprune.cli.app import app
+
+        app(args=list(arguments), prog_name="distprune")
     except Exception as error:
         explanation = explained(error)
+        if isinstance(error, ModuleNotFoundError) and error.name in _OF_THE_EXTRA:
+            explanation = SelectionError(
+                f"the command line needs {error.name}: pip install 'distprune[cli]' (only selftest "
+                "works without)"
+            )
         if explanation is None:
             raise
         # An indent shows that a line continues the message: names may have line breaks.
         text = str(explanation).replace("\n  - ", "\n- ").replace("\n", "\n  ")
         print("distprune:", "\n".join(map(printable, text.split("\n"))), file=sys.stderr)
         sys.exit(explanation.exit_code)
-
-
-def _run(arguments: Sequence[str]) -> None:
-    try:
-        from distprune.cli.app import app
-    except ModuleNotFoundError as error:
-        if error.name not in ("click", "rich", "pydantic", "yaml"):
-            raise
-        raise SelectionError(
-            f"the command line needs {error.name}: pip install 'distprune[cli]' (only selftest "
-            "works without)"
-        ) from error
-    app(args=list(arguments), prog_name="distprune")

@@ -87,7 +87,10 @@ class Command(click.Command):
         for name in (*filter(fields.__contains__, _ESSENTIAL), *others):
             self.params.append(_option(name, fields[name]))
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        if ctx.resilient_parsing:  # for a completion; nothing is called
+            return rest
         told: dict[str, Any] = {}
         for option in [param.name for param in self.params if isinstance(param, click.Option)]:
             value = ctx.params.pop(option)
@@ -100,7 +103,7 @@ class Command(click.Command):
             raise SelectionError("wrong options:", problems_of(error, option_name)) from error
         if self._has_recipe:
             ctx.params["keys"] = told
-        return super().invoke(ctx)
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": [], "More": []}

@@ -24,11 +24,11 @@ from distprune.cli.process import FAILURE, on_every_rank, process_group, transla
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import folder_bytes, free_bytes, partial_folders
 from distprune.files.errors import OutputError, SelectionError, TextError, format_size
-from distprune.recipes import GroupRecipe, Recipe, read_keys
+from distprune.recipes import Recipe, read_keys
 
 if TYPE_CHECKING:
     from distprune.files.planning import Plan
-    from distprune.files.reports import GroupReport, Report
+    from distprune.files.reports import Report
     from distprune.streaming import StreamCost
 
 
@@ -176,16 +176,33 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
         console.discard_unfinished(terminal, dst)
         return
     choice = given.choose(src, keys)
-    recipe = choice.recipe
-    run = _prune_by_text if choice.by_text else _prune_by_weights
-    report = run(terminal, given, choice, src, dst)
-    if not terminal.is_leader:
-        return
+    if choice.by_text:
+        report = _prune_by_text(terminal, given, choice, src, dst)
+    else:
+        from distprune.files import planning, pruning
+
+        with process_group(given.timeout), console.Meter(terminal) as meter:
+            plan = on_every_rank(lambda: planning.plan(src, choice.recipe))
+            console.note_files(terminal, plan.checkpoint)
+            console.show_warnings(terminal, plan)
+            terminal.note(console.summary(plan))
+            report = pruning.prune(
+                plan, dst, progress=meter.files, replace=given.force, tell=terminal.note
+            )
     for warning in report.warnings:
         terminal.note(f"Warning: {warning}")
     if given.as_json:
         terminal.json(report.model_dump() | {"not_copied": dict(report.skipped)})
-        return
+    elif terminal.is_leader:
+        _show_report(terminal, given, choice.recipe, report, dst)
+
+
+def _show_report(
+    terminal: console.Terminal, given: PruneOptions, recipe: Recipe, report: Report, dst: Path
+) -> None:
+    """What was pruned in all and of each group, thresholds and their ties, time and memory."""
+    from distprune.base.memory import peak_rss_bytes
+
     if given.verbose:
         console.show_counts(
             terminal, [(t.name, t.num_elements, t.num_pruned) for t in report.tensors]
@@ -196,47 +213,21 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
     )
     for index, (group, part) in enumerate(zip(report.groups, recipe.parts, strict=True)):
         name = f"Group {index}: " if recipe.groups else ""
-        _show_group(terminal, group, part, name)
-    from distprune.base.memory import peak_rss_bytes
-
+        if name:
+            terminal.text(f"{name}{console.share_text(group.num_pruned, group.num_elements)}.")
+        if group.threshold is not None:
+            is_magnitude = part.ranks_magnitudes and part.divisor is None
+            what = "magnitude" if is_magnitude else "score"
+            terminal.text(
+                f"{name}Largest pruned {what}: {group.threshold:.6g}"
+                f"{part.by_divisor('times the')}; {group.num_ties_pruned or 0:,} of "
+                f"{group.num_ties or 0:,} elements of this {what} were pruned."
+            )
     peak = max(*report.run["peak_rss_bytes"], peak_rss_bytes())  # after the last file, too
     terminal.text(
         f"{dst}: {console.time_text(report.run['seconds'], report.run['num_ranks'])}, "
         f"peak memory {format_size(peak)}."
     )
-
-
-def _show_group(
-    terminal: console.Terminal, group: GroupReport, recipe: GroupRecipe, name: str
-) -> None:
-    """The sparsity of a group, if there are several; the threshold and its ties, if it has one."""
-    if name:
-        terminal.text(f"{name}{console.share_text(group.num_pruned, group.num_elements)}.")
-    if group.threshold is not None:
-        is_magnitude = recipe.ranks_magnitudes and recipe.divisor is None
-        what = "magnitude" if is_magnitude else "score"
-        terminal.text(
-            f"{name}Largest pruned {what}: {group.threshold:.6g}{recipe.by_divisor('times the')}; "
-            f"{group.num_ties_pruned or 0:,} of {group.num_ties or 0:,} elements of this {what} "
-            "were pruned."
-        )
-
-
-def _prune_by_weights(
-    terminal: console.Terminal, given: PruneOptions, choice: Choice, src: Path, dst: Path
-) -> Report:
-    """Prune by the weights, and files of scores or statistics."""
-
-    from distprune.files import planning, pruning
-
-    with process_group(given.timeout), console.Meter(terminal) as meter:
-        plan = on_every_rank(lambda: planning.plan(src, choice.recipe))
-        console.note_files(terminal, plan.checkpoint)
-        console.show_warnings(terminal, plan)
-        terminal.note(console.summary(plan))
-        return pruning.prune(
-            plan, dst, progress=meter.files, replace=given.force, tell=terminal.note
-        )
 
 
 def _prune_by_text(
