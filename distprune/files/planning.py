@@ -88,6 +88,11 @@ class PlannedGroup:
     num_elements: int
     num_to_prune: int
 
+    @property
+    def limits(self) -> Bounds:
+        """How many elements of each tensor have to be pruned at least, and at most."""
+        return tuple(t.lowest for t in self.tensors), tuple(t.highest for t in self.tensors)
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -20,7 +20,7 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +105,14 @@ def prune(
     """
     team = Team(world(), progress)
     tensors = ranked or RankedTensors(plan, team)
-    files = [] if plan.statistics is None else [plan.statistics.file]
-    files += [] if plan.given is None else plan.given.files
-
-    def rank() -> Pieces:
-        if not tensors.groups:
-            tensors.find_cuts()
-        return tensors.pieces
+    inputs = [] if plan.statistics is None else [plan.statistics.file]
+    inputs += [] if plan.given is None else plan.given.files
 
     def complete(counts: Counts, facts: dict[str, Any]) -> tuple[Report, dict[str, bytes]]:
         report = reports.make_report(plan, tensors.groups, counts, facts)
         small = {RECIPE_FILE: plan.recipe.as_stored().to_yaml().encode()}
-        if (card := reports.card_of(plan, report)) is not None:
-            small[CARD_FILE] = card
+        if plan.recipe.card:
+            small[CARD_FILE] = reports.card_of(plan, report)
         if plan.statistics is not None:
             small[STATISTICS_FILE] = plan.statistics.data
         if plan.values is not None:
@@ -125,9 +120,14 @@ def prune(
         return report, small
 
     entries = {tensor.entry.name: tensor.entry for tensor in plan.tensors}
-    what = plan.checkpoint, plan.digest, entries, plan.copied, files, plan.recipe.masks, plan.values
-    result = Result(team, destination, replace, *what)
-    return result.make(plan.recipe.as_values(), rank, complete, tell)
+    what = plan.checkpoint, plan.digest, entries, plan.copied, inputs, plan.recipe.masks
+    result = Result(team, destination, replace, *what, plan.values)
+    with result.begun(plan.recipe.as_values(), tell) as missing:
+        if missing is not None and not tensors.groups:
+            tensors.find_cuts()
+        if missing is not None:
+            result.write(missing, tensors.pieces, complete)
+        return team.run(lambda: reports.read_report(result.target))
 
 
 def apply(
@@ -191,7 +191,10 @@ def apply(
     digest = digest_of(checkpoint, "apply", _VERSION, origin, file.size, file.mtime_ns)
     what = checkpoint, digest, entries, checkpoint.others, [file]
     result = Result(team, destination, replace, *what)
-    return result.make({}, lambda: functools.partial(masked_pieces, stored), complete, tell)
+    with result.begun({}, tell) as missing:
+        if missing is not None:
+            result.write(missing, functools.partial(masked_pieces, stored), complete)
+        return team.run(lambda: reports.read_report(result.target))
 
 
 def masked_pieces(masks: MaskFile, entry: TensorEntry) -> Iterator[Piece]:
@@ -204,7 +207,7 @@ def masked_pieces(masks: MaskFile, entry: TensorEntry) -> Iterator[Piece]:
         yield (run.start, bits, read_keep(masks, entry.name, run.start, run.stop))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """A result to make.
 
@@ -219,6 +222,7 @@ class Result:
         inputs: other files that it is made from.
         has_masks: whether the masks are written.
         values: of kept elements, in place of those of the source.
+        began: when this run began, in seconds of ``time.monotonic``.
     """
 
     team: Team
@@ -231,6 +235,7 @@ class Result:
     inputs: Sequence[SourceFile]
     has_masks: bool = True
     values: KeptValues | None = None
+    began: float = field(default_factory=time.monotonic)
 
     @functools.cached_property
     def files(self) -> dict[str, SourceFile]:
@@ -247,20 +252,19 @@ class Result:
         """The folder of the unfinished result."""
         return self.target.with_name(f"{self.target.name}.partial")
 
-    def make(
-        self,
-        recipe: Mapping[str, Any],
-        rank: Callable[[], Pieces],
-        complete: Complete,
-        tell: Callable[[str], None] | None,
-    ) -> Report:
-        """Make it, or go on where an earlier run was stopped. Collective.
+    @contextlib.contextmanager
+    def begun(
+        self, recipe: Mapping[str, Any], tell: Callable[[str], None] | None
+    ) -> Iterator[dict[str, int] | None]:
+        """Hold the destination, and begin, or go on where an earlier run was stopped. Collective.
 
         Args:
             recipe: by which it is made, for a message where ranks differ.
-            rank: returns which elements of the tensors are kept. Collective.
-            complete: makes the report and the small files of the result, by name.
             tell: as for :func:`prune`.
+
+        Yields:
+            By name, the sizes of the files that are missing, for :meth:`write`; None if the
+            result is finished.
 
         Raises:
             FilesError: of any kind, on every rank. Finished files stay for the next run, unless it
@@ -274,25 +278,15 @@ class Result:
             done = team.from_leader(lambda: self._start(lock))
             if done is None:
                 tell(f"{target} is finished: this command made it before. Nothing was changed.")
-                return team.run(lambda: reports.read_report(target))
+                yield None
+                return
             missing = {name: file.size for name, file in self.files.items() if name not in done}
-            total = sum(file.size for file in self.files.values())
-            num_done = total - sum(missing.values())
             if done:
+                total = sum(file.size for file in self.files.values())
+                num_done = total - sum(missing.values())
                 tell(f"Resuming: {format_size(num_done)} of {format_size(total)} are finished.")
             try:
-                started = time.monotonic()
-                pieces = rank()
-                team.begin("write", total, num_done)
-                team.each(missing, lambda name: self._write(self.files[name], pieces))
-                run = {
-                    "num_ranks": team.size,
-                    "seconds": round(time.monotonic() - started, 3),
-                    "peak_rss_bytes": team.share(peak_rss_bytes()),
-                    "versions": {"numpy": np.__version__, "torch": str(torch.__version__)},
-                }
-                team.from_leader(lambda: self._publish(complete, run))
-                return team.run(lambda: reports.read_report(target))
+                yield missing
             except RanksError:
                 raise
             except FilesError as error:
@@ -305,6 +299,25 @@ class Result:
                 if team.is_leader:
                     shutil.rmtree(self.folder, ignore_errors=True)
                 raise
+
+    def write(self, missing: dict[str, int], pieces: Pieces, complete: Complete) -> None:
+        """Write the files that are missing, and rename the folder. Collective.
+
+        Args:
+            missing: as :meth:`begun` yields it.
+            pieces: which elements of the tensors are kept.
+            complete: makes the report and the small files of the result, by name.
+        """
+        team, total = self.team, sum(file.size for file in self.files.values())
+        team.begin("write", total, total - sum(missing.values()))
+        team.each(missing, lambda name: self._write(self.files[name], pieces))
+        run = {
+            "num_ranks": team.size,
+            "seconds": round(time.monotonic() - self.began, 3),
+            "peak_rss_bytes": team.share(peak_rss_bytes()),
+            "versions": {"numpy": np.__version__, "torch": str(torch.__version__)},
+        }
+        team.from_leader(lambda: self._publish(complete, run))
 
     def _start(self, lock: contextlib.ExitStack) -> list[str] | None:
         """Lock the destination; the names of finished files, or None if the result is finished."""

@@ -7,11 +7,10 @@ ranked while they are rewritten.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +44,7 @@ from distprune.ranking.scores import (
 from distprune.ranking.sums import Scored
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
-from distprune.shards.geometry import IndexMap, MatrixRun
+from distprune.shards.geometry import IndexMap, MatrixRun, index_map
 
 CPU = torch.device("cpu")
 _MOST_COLLECTED = 3 << 20  # keys of a process, of about 12 bytes each
@@ -90,32 +89,27 @@ class FileValues(ScoreSource):
             if first <= start and stop <= first + len(values):
                 return values[start - first : stop - first]
         bits: Array = (scratch or Scratch()).array("read", stop - start, self._bits)
-        self._read(bits.reshape(1, -1), [start])
+        place = self._entry.start + start * bits.itemsize
+        read_into(self._entry.path, [(place, bits.view(np.uint8).data)])
         self._count(bits.nbytes)
         return torch.from_numpy(bits).view(self.dtype)
 
     def gather(self, runs: Runs) -> Tensor:
         """The elements of some runs."""
         bits: Array = np.empty((len(runs.numbers), runs.length), dtype=self._bits)
-        self._read(bits, (runs.start + runs.numbers * runs.length).tolist())
+        places = self._entry.start + (runs.start + runs.numbers * runs.length) * bits.itemsize
+        rows = [row.data for row in bits.view(np.uint8)]
+        read_into(self._entry.path, zip(places.tolist(), rows, strict=True))
         self._count(bits.nbytes)
         return torch.from_numpy(bits.reshape(-1)).view(self.dtype)
 
     def hold(self, run: range) -> Array:
         """Some elements as unsigned integers, a fresh array, which :meth:`load` returns, too."""
         bits: Array = np.empty(len(run), dtype=self._bits)
-        self._read(bits.reshape(1, -1), [run.start])
+        place = self._entry.start + run.start * bits.itemsize
+        read_into(self._entry.path, [(place, bits.view(np.uint8).data)])
         self.held = run.start, torch.from_numpy(bits).view(self.dtype)
         return bits.view(f"u{bits.itemsize}")
-
-    def _read(self, rows: Array, starts: Sequence[int]) -> None:
-        entry, view = self._entry, rows.reshape(-1).view(np.uint8).data
-        size, itemsize = rows.shape[1] * rows.itemsize, rows.itemsize
-        places = enumerate(starts)
-        read_into(
-            entry.path,
-            ((entry.start + at * itemsize, view[i * size : (i + 1) * size]) for i, at in places),
-        )
 
 
 @dataclass
@@ -179,21 +173,36 @@ class RankedTensors:
         Cost: one read of the scores, and two more if they are normalised; one more if they are so
         many that the keys around the cut do not fit into 36 MiB. No read of random scores.
         """
-        self._team.begin("count", bytes_to_count(self._plan))
+        team = self._team
+        team.begin("count", bytes_to_count(self._plan))
         for group in self._plan.groups:
-            try:
-                self.groups.append(self._ranked(group))
-            except UnfitScores as error:
-                if error.what == "nan":
-                    raise self._nan_error(group, error.names) from None
-                text = f"{error} Repair the checkpoint, or exclude the tensor."
-                raise CheckpointError(text) from None
-            except ChangedError:
-                raise CheckpointError(
-                    "The weights changed while they were read: the counts of two passes differ. "
-                    "Expected files that nothing writes to; run the command again when they are "
-                    "complete."
-                ) from None
+            recipe, parts = group.recipe, self._parts([tensor.entry for tensor in group.tensors])
+            sizes = [part.numel for part in parts]
+            with self._errors_of(group):
+                scores, keys = self._scores(group, parts), RANDOM_KEYS
+                divisors: list[float] | None = None
+                if recipe.divisor is not None:
+                    scored = list(map(Scored, parts, scores))
+                    scores, divisors = sums.normalized(scored, recipe.divisor, sizes, team)
+                if recipe.score != "random":
+                    dtype = functools.reduce(torch.promote_types, [each.dtype for each in scores])
+                    keys = key_range(dtype)
+                most = _MOST_COLLECTED * team.size
+                ranking = Ranking(parts, (keys, scores), sizes, team, most_collected=most)
+                ranked = RankedGroup(group, ranking, divisors, bounds=[None] * len(parts))
+                self.groups.append(ranked)
+                if recipe.needs_input_dim:
+                    continue
+                if recipe.budget is not None or not recipe.is_global:
+                    counts, ranked.bounds = self._counts_of(group, parts)
+                    ranked.cuts = ranking.cut(range(len(parts)), counts)
+                elif recipe.has_limits:
+                    cut = cut_within(ranking, group.num_to_prune, group.limits)
+                    ranked.cuts, ranked.common, ranked.bounds = cut
+                else:
+                    ranked.cuts = ranking.cut([0] * len(parts), [group.num_to_prune])
+                    ranked.common = ranked.cuts.common
+                ranking.found = []  # which takes memory
 
     def pieces(self, entry: TensorEntry) -> Iterator[Piece]:
         """The elements of a tensor, in their order.
@@ -230,48 +239,36 @@ class RankedTensors:
         keep = [np.copy(keep) for _, _, keep in self.pieces(entry)]
         return np.concatenate([np.empty(0, dtype=bool), *keep]).reshape(entry.shape)
 
-    def _ranked(self, group: PlannedGroup) -> RankedGroup:
-        """Rank a group, and cut the ranking unless it is one of blocks. Collective."""
-        recipe, tensors, team, k = group.recipe, group.tensors, self._team, group.num_to_prune
-        sizes = [tensor.entry.numel for tensor in tensors]
-        parts = [
-            Part(tensor.entry.name, size, _whole((size,)), share)
-            for tensor, size, share in zip(tensors, sizes, team.shares(sizes), strict=True)
-        ]
-        scores, keys = self._scores(group, parts), RANDOM_KEYS
-        divisors: list[float] | None = None
-        if recipe.divisor is not None:
-            scored = list(map(Scored, parts, scores))
-            scores, divisors = sums.normalized(scored, recipe.divisor, sizes, team)
-        if recipe.score != "random":
-            dtype = functools.reduce(torch.promote_types, [each.dtype for each in scores])
-            keys = key_range(dtype)
-        most = _MOST_COLLECTED * team.size
-        ranking = Ranking(parts, (keys, scores), sizes, team, most_collected=most)
-        ranked = RankedGroup(group, ranking, divisors)
-        if recipe.needs_input_dim:
-            return ranked
-        lowest = tuple(tensor.lowest for tensor in tensors)
-        highest = tuple(tensor.highest for tensor in tensors)
-        bounds: list[str | None] = [None] * len(parts)
-        if recipe.budget is not None or not recipe.is_global:
-            counts = [t.num_to_prune for t in tensors if t.num_to_prune is not None]
-            if recipe.budget == "owl":
-                counts = budgets.divided(self._owl_lines(parts), lowest, highest, k)
-            if recipe.budget is not None:
-                each = zip(counts, lowest, highest, sizes, strict=True)
-                bounds = [
-                    FLOOR if n == low > 0 else CEILING if n == high < size else None
-                    for n, low, high, size in each
-                ]
-            ranked.cuts = ranking.cut(range(len(parts)), counts)
-        elif recipe.has_limits:
-            ranked.cuts, ranked.common, bounds = cut_within(ranking, k, (lowest, highest))
-        else:
-            ranked.cuts = ranking.cut([0] * len(parts), [k])
-            ranked.common = ranked.cuts.common
-        ranked.bounds, ranking.found = bounds, []  # which takes memory
-        return ranked
+    @contextlib.contextmanager
+    def _errors_of(self, group: PlannedGroup) -> Iterator[None]:
+        """Turn errors of a ranking, which are Python's, into those of files."""
+        try:
+            yield
+        except UnfitScores as error:
+            if error.what == "nan":
+                raise self._nan_error(group, error.names) from None
+            raise CheckpointError(
+                f"{error} Repair the checkpoint, or exclude the tensor."
+            ) from None
+        except ChangedError:
+            raise CheckpointError(
+                "The weights changed while they were read: the counts of two passes differ. "
+                "Expected files that nothing writes to; run the command again when they are "
+                "complete."
+            ) from None
+
+    def _parts(self, entries: Sequence[TensorEntry]) -> list[Part]:
+        """What this rank counts of some tensors: one run of all elements, so that reads go on."""
+        total, offset = sum(entry.numel for entry in entries), 0
+        first, last = (total * (self._team.index + i) // self._team.size for i in (0, 1))
+        parts = []
+        for entry in entries:
+            size = entry.numel
+            start = min(max(first - offset, 0), size)
+            counted = range(start, max(start, min(last - offset, size)))
+            parts.append(Part(entry.name, size, _whole((size,)), counted))
+            offset += size
+        return parts
 
     def _scores(self, group: PlannedGroup, parts: Sequence[Part]) -> list[ScoreSource]:
         """What ranks the tensors of a group, before it is divided. Collective."""
@@ -292,14 +289,23 @@ class RankedTensors:
             return [self._factored(name, score) for name in names]
         return [self._values[name] for name in names]
 
-    def _owl_lines(self, parts: Sequence[Part]) -> Any:
-        """The shares of some tensors by the outliers among their scores. Collective."""
-        scored = [Scored(part, self._factored(part.name, "wanda")) for part in parts]
-        blocks = [budgets.block_of(part.name) for part in parts]
+    def _counts_of(
+        self, group: PlannedGroup, parts: Sequence[Part]
+    ) -> tuple[Sequence[int], list[str | None]]:
+        """How many elements each tensor of a group loses, and by which bound. Collective."""
         sizes = [part.numel for part in parts]
-        ratios = budgets.outlier_ratios(scored, sizes, blocks, budgets.OWL_MULTIPLE, self._team)
-        exact = [budgets.exact_number("outlier ratio", ratio) for ratio in ratios]
-        return budgets.owl_lines(sizes, exact)
+        counts = [t.num_to_prune for t in group.tensors if t.num_to_prune is not None]
+        if group.recipe.budget == "owl":
+            scored = [Scored(part, self._factored(part.name, "wanda")) for part in parts]
+            blocks = [budgets.block_of(part.name) for part in parts]
+            ratios = budgets.outlier_ratios(scored, sizes, blocks, budgets.OWL_MULTIPLE, self._team)
+            exact = [budgets.exact_number("outlier ratio", ratio) for ratio in ratios]
+            lines = budgets.owl_lines(sizes, exact)
+            counts = budgets.divided(lines, *group.limits, group.num_to_prune)
+        return counts, [
+            FLOOR if n == low > 0 else CEILING if n == high < size else None
+            for n, low, high, size in zip(counts, *group.limits, sizes, strict=True)
+        ]
 
     def _nan_error(self, group: PlannedGroup, names: Sequence[str]) -> NaNError:
         where = "the scores of " if group.recipe.reads_scores else ""
@@ -315,8 +321,7 @@ class RankedTensors:
         """
         for tensor in group.tensors:
             entry, layout = tensor.entry, self._stored(tensor.entry.name).layout
-            (share,) = self._team.shares([entry.numel])
-            part = Part(entry.name, entry.numel, _whole((entry.numel,)), share)
+            (part,) = self._parts([entry])
             scored = Scored(part, self._values[entry.name])
             weight = scored, _whole(layout.shape), layout
             (self._sums[entry.name],) = sums.magnitude_sums([weight], self._team)
@@ -341,8 +346,7 @@ class RankedTensors:
 
 def _whole(shape: Sequence[int]) -> IndexMap:
     """From positions in a tensor to themselves."""
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return IndexMap(tuple(map(range, shape)), strides, 0, dims=tuple(range(len(shape))))
+    return index_map(shape, [range(size) for size in shape], range(len(shape)))
 
 
 def _factored_of(stored: StoredStatistics, score: str, sums: Sequence[Tensor]) -> FactoredScores:

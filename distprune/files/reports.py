@@ -285,19 +285,14 @@ def _warnings(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
     return warnings
 
 
-def card_of(plan: Plan, report: Report) -> bytes | None:
+def card_of(plan: Plan, report: Report) -> bytes:
     """The README.md of a result; the same bytes for every number of ranks.
-
-    Returns:
-        The card; None if the recipe turns it off.
 
     Raises:
         CheckpointError: the card of the source cannot be read.
 
     Cost: one read of the source's card.
     """
-    if not plan.recipe.card:
-        return None
     base = cached_name(plan.checkpoint.folder)
     cards = [other.path for other in plan.checkpoint.others if other.name == CARD_FILE]
     with reading(CARD_FILE):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -55,15 +55,6 @@ class Team(Communicator):
         self._progress = progress or (lambda state: None)
         self._state = Progress("", 0, 0)
         self._shown_at = 0.0
-
-    def shares(self, sizes: Sequence[int]) -> Iterator[range]:
-        """What this rank counts of some tensors: one run of all elements, so that reads go on."""
-        total, offset = sum(sizes), 0
-        first, last = total * self.index // self.size, total * (self.index + 1) // self.size
-        for size in sizes:
-            start = min(max(first - offset, 0), size)
-            yield range(start, max(start, min(last - offset, size)))
-            offset += size
 
     def compare(self, facts: Sequence[tuple[str, str]]) -> None:
         """Raise RanksError on every rank if the ranks differ in a fact; names the fact."""
