@@ -9,6 +9,7 @@ operation costs microseconds however few elements there are::
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -149,25 +150,31 @@ def join_small(
     return chunks + [Chunk(joined, *kind[1:]) for kind, (joined, _) in open_.items()]  # type: ignore[index]
 
 
-def call_all(calls: Sequence[Callable[[Scratch], R]], num_bytes: int, are_safe: bool) -> list[R]:
-    """Call all, on several threads where that is safe and worth it; results in their order.
+def call_all(
+    call: Callable[..., R], items: Sequence[tuple[Any, ...]], num_bytes: int, are_safe: bool
+) -> Iterable[R]:
+    """Map a function over items, on several threads where that is safe and worth it.
 
     Args:
-        calls: each gets a thread's scratch memory.
+        call: gets what an item has, and a thread's scratch memory.
+        items: arguments of the calls.
         num_bytes: that all of them read.
         are_safe: whether they may run on several threads.
+
+    Returns:
+        The results, in the order of the items. On one thread, an iterator that makes the calls.
     """
-    most = min(torch.get_num_threads(), _MAX_THREADS, len(calls)) if are_safe else 1
-    if most < 2 or num_bytes < _THREADED_CHUNK * len(calls):
+    most = min(torch.get_num_threads(), _MAX_THREADS, len(items)) if are_safe else 1
+    if most < 2 or num_bytes < _THREADED_CHUNK * len(items):
         scratch = Scratch()
-        return [call(scratch) for call in calls]
-    results: list[Any] = [None] * len(calls)
-    places = iter(range(len(calls)))  # each thread takes the next one
+        return itertools.starmap(call, [(*item, scratch) for item in items])
+    results: list[Any] = [None] * len(items)
+    places = iter(range(len(items)))  # each thread takes the next one
 
     def work(_: int) -> None:
         scratch = Scratch()
         for i in places:
-            results[i] = calls[i](scratch)
+            results[i] = call(*items[i], scratch)
 
     with ThreadPoolExecutor(most) as threads:
         list(threads.map(work, range(most)))

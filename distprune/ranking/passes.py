@@ -14,9 +14,8 @@ Small shards, many of them in a chunk, are not drafted: they are read again, in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -182,8 +181,7 @@ class Passes:
             if not (part.is_single and is_drafted[part.shards[0]])
             for chunk in part.cut(self._most)
         ]
-        kept = self.visit(others, write)
-        numbers = on_host([*gone, *kept])
+        numbers = on_host([*gone, *self.visit(others, write)])
         for position, chunk in enumerate([*corrected, *others]):
             if chunk.is_counted:
                 number = numbers[position]
@@ -288,7 +286,7 @@ class Passes:
                 self.store(chunk, stay)
             return tuple(found)
 
-        scanned = self.visit(chunks, scan)
+        scanned = list(self.visit(chunks, scan))
         counts = on_host([own for own, _, _ in scanned])
         totals: Array = np.zeros((edges.shape[1] + 1, len(self.shards)), dtype=np.int64)
         self._drafted.fill(0)
@@ -385,10 +383,10 @@ class Passes:
                 where,
             )
 
-    def visit(self, chunks: Sequence[Chunk], call: Callable[..., R]) -> list[R]:
-        """Call a function for each chunk, on several threads where that is safe and worth it."""
+    def visit(self, chunks: Sequence[Chunk], call: Callable[..., R]) -> Iterable[R]:
+        """Map a function over chunks, on several threads where that is safe and worth it."""
         num_bytes = sum([int(chunk.bounds[-1]) for chunk in chunks]) * self.keys.dtype.itemsize
-        return call_all([partial(call, chunk) for chunk in chunks], num_bytes, self._are_safe)
+        return call_all(call, [(chunk,) for chunk in chunks], num_bytes, self._are_safe)
 
     def _pieces(self) -> Iterator[tuple[Any, tuple[int, int, int], bool, bool]]:
         """What this rank counts of each shard, and the rest, as ``join_small`` takes them."""

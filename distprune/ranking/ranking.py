@@ -172,14 +172,10 @@ class Intervals(NamedTuple):
         """
         found = Intervals(*(each.copy() for each in self))
         while (rows := ((found.low < found.high) & (found.size > enough)).nonzero()[0]).size:
-
-            def count(rows: Array = rows) -> Tensor:
-                return torch.from_numpy(found.histogram(keys(found))[rows].reshape(-1))
-
-            histogram = ranks.reduce(len(rows) * found.num_bins, count).numpy()
-            narrowed = Intervals(*(each[rows] for each in found)).narrowed(
-                histogram.reshape(len(rows), -1)
-            )
+            with ranks.local_step(len(rows) * found.num_bins) as counts:
+                counts.copy_(torch.from_numpy(found.histogram(keys(found))[rows].reshape(-1)))
+            own = Intervals(*(each[rows] for each in found))
+            narrowed = own.narrowed(counts.numpy().reshape(len(rows), -1))
             for whole, part in zip(found, narrowed, strict=True):
                 whole[rows] = part
         return found
@@ -202,7 +198,7 @@ class Search:
 
     def __init__(self, ranking: Passes, segments: Array, k: Array) -> None:
         self._ranking, self._ranks, self._k = ranking, ranking.ranks, k
-        self._segments, self._members = segments, segments >= 0
+        self._segments, self.members = segments, segments >= 0
         self._totals = totals = sums_of(segments, ranking.num_live, len(k))
         self.most_inside = np.minimum(totals, np.maximum(COLLECT_ALL, totals // 50))
         keys, none = ranking.keys, np.zeros(len(k), dtype=np.int64)
@@ -212,23 +208,20 @@ class Search:
         self._each: Array = np.zeros((2, len(segments)), dtype=np.int64)
         self._are_collected = none > 0
         self._num_missed, self._num_scans = none, 0
-        self._collected: list[Collected] = []
 
-    def cut(self, count_each: bool, drafts: bool) -> Cuts:
-        """See :meth:`Ranking.cut`."""
-        checked = self._ranking.nan_checked
-        while True:
-            counts_nan = self._ranking.refuses_nan and not checked[self._members].all()
-            is_open = (self._low < self._high) & ~self._are_collected
-            if not (counts_nan or is_open.any()):
-                self._collected = self._ranking.collected()
-                return self._cut_ties(self._find_keys(), count_each)
-            edges, share = self._bracket(is_open)
-            self._scan(is_open, edges, share, drafts and not count_each, counts_nan)
-            checked[self._members] = True
+    @property
+    def is_open(self) -> Array:
+        """bool [segments]: which keys another scan has to find."""
+        return (self._low < self._high) & ~self._are_collected
 
-    def _bracket(self, is_open: Array) -> tuple[Array, Array]:
-        """Choose what a scan collects around the k-th key of each segment, and what it counts.
+    @property
+    def counts_nan(self) -> bool:
+        """Whether the next scan counts NaN: they are refused, and were not looked for yet."""
+        ranking = self._ranking
+        return ranking.refuses_nan and not ranking.nan_checked[self.members].all()
+
+    def bracket(self) -> tuple[Array, Array]:
+        """Choose what a scan collects around the k-th key of each segment. Collective.
 
              low            first  k-th  last             high
               |--------------[------x-----]----------------|
@@ -239,34 +232,30 @@ class Search:
         Returns:
             The edges for a scan, int64 [segments, n]; and about which fraction is collected.
         """
-        inside, most = self._upto - self._below, self._ranking.most_collected
+        is_open, most = self.is_open, self._ranking.most_collected
+        inside = self._upto - self._below
         last = np.where(is_open | self._are_collected, self._high, self._low - 1)
         edges, share = np.array([self._low - 1, last]).T, inside / np.maximum(self._totals, 1)
         is_sampled = is_open & (inside > min(COLLECT_ALL, most))
         if self._num_scans and most < math.inf:
             is_sampled &= inside > most
         rows = is_sampled.nonzero()[0]
-        return self._sampled(rows, edges, share) if rows.size else (edges, share)
-
-    def _sampled(self, rows: Array, edges: Array, share: Array) -> tuple[Array, Array]:
-        """:meth:`_bracket` of segments that have too many elements to be collected outright."""
-        inside, totals = (self._upto - self._below)[rows], self._totals[rows]
+        if not rows.size:
+            return edges, share
+        # Of these there are too many elements to be collected outright.
+        inside, totals = inside[rows], self._totals[rows]
         # 4 n^(2/3) balances the cost of the sample and of the keys that are collected.
         rates = np.maximum(4096.0, 4 * totals ** (2 / 3)) * 2.0 ** self._num_missed[rows] / totals
         row_of: Array = np.full(len(self._k) + 1, -1)  # the last: of no segment
         row_of[rows] = np.arange(len(rows))
         row_of = row_of[self._segments]
-        samples: list[OwnedKeys] = []
         none = np.zeros(len(rows), dtype=np.int64)
         whole = Intervals(self._low[rows], self._high[rows], none, none)
-
-        def sample() -> Tensor:
+        with self._ranks.local_step(len(rows) * whole.num_bins) as counts:
             rate = np.where(row_of < 0, 0.0, np.minimum(rates, 1.0)[row_of])
-            samples.extend(self._ranking.sample(row_of, rate, self._num_scans))
-            return torch.from_numpy(whole.histogram(samples).reshape(-1))
-
-        histogram = self._ranks.reduce(len(rows) * whole.num_bins, sample).numpy()
-        histogram = histogram.reshape(len(rows), -1)
+            samples = self._ranking.sample(row_of, rate, self._num_scans)
+            counts.copy_(torch.from_numpy(whole.histogram(samples).reshape(-1)))
+        histogram = counts.numpy().reshape(len(rows), -1)
         size = histogram.sum(axis=1)
         centre = (self._k - self._below)[rows] / inside * size
         margin = _SIGMAS * np.sqrt(np.maximum(centre * (1 - centre / np.maximum(size, 1)), 0)) + 4
@@ -295,24 +284,19 @@ class Search:
             edges[rows[is_wide]] = np.hstack([low - 1, low - 1, pivots])
         return edges, share
 
-    def _scan(
-        self, is_open: Array, edges: Array, share: Array, drafts: bool, counts_nan: bool
-    ) -> None:
-        """Read everything once, and narrow the open segments to where their keys must be."""
-        ranking, members, width = self._ranking, self._members, edges.shape[1]
-        own: Array = np.zeros(0)
+    def narrow(self, edges: Array, totals: Array, own: Array) -> None:
+        """Narrow the open segments to where the counts of a scan say their keys are. Collective.
 
-        def read() -> Tensor:
-            nonlocal own
-            of_shard = np.where(members, edges[self._segments].T, ranking.keys.low - 1).T
-            own = ranking.scan(members, of_shard, share[self._segments], drafts, counts_nan)
-            return torch.from_numpy(sums_of(self._segments, own, len(is_open)).reshape(-1))
-
-        totals = self._ranks.reduce((width + 1) * len(is_open), read).numpy()
-        totals = totals.reshape(width + 1, -1)
+        Args:
+            edges: that the scan had.
+            totals: [n + 1, segments]: elements up to each edge, and NaN.
+            own: [n + 1, parameters]: those of this rank.
+        """
+        is_open, members, width = self.is_open, self.members, edges.shape[1]
         if totals[-1].any():
             num_nan = self._ranks.reduce(len(members), lambda: torch.from_numpy(own[-1]))
-            ranking.raise_nan(num_nan.tolist())
+            self._ranking.raise_nan(num_nan.tolist())
+        self._ranking.nan_checked[members] = True
         self._num_scans += 1
         # With the ends of the interval, whose counts are known.
         keys = np.concatenate([[self._low - 1], edges.T, [self._high]])
@@ -331,13 +315,13 @@ class Search:
         ends = np.where(members, [before[self._segments], at[self._segments]], [[0], [width + 1]])
         self._each = each[ends, np.arange(len(members))]
 
-    def _find_keys(self) -> Intervals:
+    def _find_keys(self, collected: Sequence[Collected]) -> Intervals:
         """The k-th key of each segment, its rank among its ties, and their number."""
         found = Intervals(
             self._low, self._high, self._k - 1 - self._below, self._upto - self._below
         )
         keys: list[OwnedKeys] = []
-        for own in self._collected:
+        for own in collected:
             owners: int | Tensor = 0
             if len(self._k) > 1:
                 owners = memory.moved(torch.from_numpy(self._segments[own.shards]), own.keys.device)
@@ -354,9 +338,11 @@ class Search:
         count = int(np.count_nonzero(numbers == key))
         return Intervals(*np.array([[key], [key], [rank], [count]], dtype=np.int64))
 
-    def _cut_ties(self, found: Intervals, count_each: bool) -> Cuts:
-        """The cut of each segment: of its key's ties, the first ones go."""
-        members, segments, num_shards = self._members, self._segments, len(self._members)
+    def cut_ties(self, count_each: bool) -> Cuts:
+        """The cut of each segment: of its key's ties, the first ones go. Collective."""
+        collected = self._ranking.collected()
+        found = self._find_keys(collected)
+        members, segments, num_shards = self.members, self._segments, len(self.members)
         num_pruned = found.rank + 1
         # Where nothing goes, the lowest key is the threshold, and the index 0.
         threshold = np.where(members, found.low[segments], self._ranking.keys.low)
@@ -371,23 +357,21 @@ class Search:
         are_collected = members & self._are_collected[segments]
         # Per device, positions of collected ties, shard by shard, and where those of each begin.
         tied: list[tuple[Array, Array]] = []
-
-        def count() -> Tensor:
+        with self._ranks.local_step(num_shards * (1 + count_each)) as shared:
             smaller, ties = self._each[0].copy(), self._each[1] - self._each[0]
             ties[are_collected] = 0
-            for own in self._collected:
-                numbers, positions = own.ties(threshold)
+            for keys in collected:
+                numbers, positions = keys.ties(threshold)
                 of_each = np.bincount(numbers, minlength=num_shards)
                 ties += of_each * are_collected
                 ordered = positions[numbers.argsort(kind="stable")]
                 tied.append((ordered, np.concatenate([[0], of_each.cumsum()])))
                 if count_each:
-                    below = own.shards[own.keys.cpu().numpy() < threshold[own.shards]]
+                    below = keys.shards[keys.keys.cpu().numpy() < threshold[keys.shards]]
                     smaller += np.bincount(below, minlength=num_shards) * are_collected
-            return torch.from_numpy(np.concatenate([ties, smaller] if count_each else [ties]))
-
-        shared = self._ranks.reduce(num_shards * (1 + count_each), count).numpy()
-        ties, *smaller = shared.reshape(-1, num_shards)
+            own_counts = [ties, smaller] if count_each else [ties]
+            shared.copy_(torch.from_numpy(np.concatenate(own_counts)))
+        ties, *of_smaller = shared.numpy().reshape(-1, num_shards)
         if (sums_of(segments, ties, len(self._k)) != found.size).any():
             raise ChangedError
         # Ties go parameter by parameter, until enough of them are pruned.
@@ -396,7 +380,7 @@ class Search:
         own, of_each = segments[order], ties[order]
         before = of_each.cumsum() - of_each - (found.size.cumsum() - found.size)[own]
         gone = (num_pruned[own] - before).clip(0, of_each)
-        num_before[order] = gone + sum(each[order] for each in smaller)
+        num_before[order] = gone + sum(each[order] for each in of_smaller)
         is_all = ~is_divided[own] | ((before < num_pruned[own]) & (gone == of_each))
         index[order] = np.where((num_pruned > 0)[own] & is_all, ALL, 0)
         # The parameters inside of which ties are cut: by radix selection over their indices.
@@ -458,7 +442,16 @@ class Ranking(Passes):
         owners, k = np.asarray(segments), np.asarray(counts)
         search = Search(self, owners, k)
         if len(k) < 2 or search.most_inside.sum() <= _STORED:
-            return search.cut(count_each, bool(self.outs))
+            drafts = bool(self.outs) and not count_each
+            while search.counts_nan or search.is_open.any():
+                edges, share = search.bracket()
+                with self.ranks.local_step((edges.shape[1] + 1) * len(k)) as shared:
+                    of_shards = np.where(search.members, edges[owners].T, self.keys.low - 1).T
+                    asked = of_shards, share[owners], drafts, search.counts_nan
+                    own = self.scan(search.members, *asked)
+                    shared.copy_(torch.from_numpy(sums_of(owners, own, len(k)).reshape(-1)))
+                search.narrow(edges, shared.numpy().reshape(-1, len(k)), own)
+            return search.cut_ties(count_each)
         half = len(k) // 2
         is_first = owners < half  # or in no segment
         first = self.cut(np.where(is_first, owners, -1), k[:half], count_each=count_each)

@@ -13,7 +13,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -79,17 +78,17 @@ def per_part(
         measure: from the number of a part and a span of it.
         most: elements of a span on a CPU.
     """
-    calls, places, num_bytes, are_safe = [], [], 0, True
+    items, num_bytes, are_safe = [], 0, True
     for i, part in enumerate(parts):
         size = operations_on(part.scores.device).CHUNK_BYTES // part.dtype.itemsize
         is_on_host = memory.takes_numpy(part.scores.device)
         are_safe &= is_on_host and part.scores.is_thread_safe
         for span in spans_of(part.shard.counted, min(size, most) if is_on_host else size):
-            calls.append(partial(measure, i, span))
-            places.append(i)
+            items.append((i, span))
             num_bytes += len(span) * part.dtype.itemsize
     numbers: list[list[int]] = [[] for _ in parts]
-    for i, number in zip(places, on_host(call_all(calls, num_bytes, are_safe)), strict=True):
+    found = on_host(list(call_all(measure, items, num_bytes, are_safe)))
+    for (i, _), number in zip(items, found, strict=True):
         numbers[i].append(number)
     return [combine(own or [0]) for own in numbers]
 
@@ -150,17 +149,15 @@ def largest_scores(
             return found.view(torch.int64)
         return int(np.float64(found).view(np.int64))
 
-    def find_largest() -> Tensor:
+    # The bits of non-negative float64 numbers are in their order; those of NaN are above inf's.
+    with ranks.local_step(len(parts), "max") as bits:
         for part in parts:
             if not part.scores.dtype.is_floating_point:
                 raise NotImplementedError(
                     f"{part.shard.name}: {what} of scores of dtype {part.scores.dtype}; expected "
                     "floating point."
                 )
-        return torch.tensor(per_part(parts, largest_bits, max), dtype=torch.int64)
-
-    # The bits of non-negative float64 numbers are in their order; those of NaN are above inf's.
-    bits = ranks.reduce(len(parts), find_largest, "max")
+        bits.copy_(torch.tensor(per_part(parts, largest_bits, max)))
     largest: list[float] = bits.view(torch.float64).tolist()
     most = exact_sums.LARGEST_SCORE
     unfit = [i for i, value in enumerate(largest) if value > most or 0 < value < 1 / most]
@@ -202,12 +199,10 @@ def grid_sums(
             return exact_sums.grid_sum_on_device(magnitudes, exponent, power)
         return exact_sums.grid_sum(magnitudes, exponent, power, scratch)
 
-    def add_up() -> Tensor:
-        words = [divmod(total, exact_sums.WORD) for total in per_part(parts, grid_sum)]
-        return torch.tensor(words).view(-1)
-
-    words = ranks.reduce(2 * len(parts), add_up).view(-1, 2).tolist()
-    return [high * exact_sums.WORD + low for high, low in words]
+    with ranks.local_step(2 * len(parts)) as words:
+        pairs = [divmod(total, exact_sums.WORD) for total in per_part(parts, grid_sum)]
+        words.copy_(torch.tensor(pairs).view(-1))
+    return [high * exact_sums.WORD + low for high, low in words.view(-1, 2).tolist()]
 
 
 def matrices_of(

@@ -9,9 +9,9 @@ tensors as large as parameters.
 
 [Note: all or none] A rank that raises while the others wait in a collective would hang them, and
 its next call would meet their present one. So all work that may fail on one rank alone is a *local
-step* of the collective that follows it: :meth:`Communicator.reduce` runs the step, and sends a word
-that says whether it failed along with its result. The size of the message is known before the step
-runs, so that a rank whose step failed still takes part. Then every rank raises, or none does.
+step* of the collective that follows it: :meth:`Communicator.local_step` is its context, and sends a
+word that says whether it failed along with its result. The size of the message is known before the
+step runs, so that a rank whose step failed still takes part. Then every rank raises, or none does.
 Between a collective and the next local step there is only code that does the same on every rank:
 it works on values that all ranks share, and if it raises, it raises everywhere.
 
@@ -120,21 +120,38 @@ class Communicator:
         """
         if self.size == 1:
             return step()
+        with self.local_step(size, op, dtype) as shared:
+            shared.copy_(step())
+        return shared
+
+    @contextlib.contextmanager
+    def local_step(
+        self, size: int, op: Op = "sum", dtype: torch.dtype = torch.int64
+    ) -> Iterator[Tensor]:
+        """Run a block as the local step of :meth:`reduce`, whose result is reduced at its end.
+
+        Args:
+            size, op, dtype: as for :meth:`reduce`.
+
+        Yields:
+            Zeros [size], into which the block copies the values of this rank. After it they are
+            those of all ranks.
+
+        Raises:
+            BaseException: as :meth:`reduce`.
+        """
         shared = torch.zeros(size + 1, dtype=dtype)
         error: BaseException | None = None
         try:
-            values = step()
-            if values.shape != (size,) or values.is_floating_point() != dtype.is_floating_point:
-                text = f"a step returned {values.dtype} {tuple(values.shape)}, not ({size},)."
-                raise AssertionError(text)
-            shared[:size] = values
+            yield shared[:size]
         except BaseException as caught:
+            if self.size == 1:
+                raise
             error = caught
             shared[size] = -1 if op == "min" else 1
-        shared = self._reduce(shared, op)
+        shared.copy_(self._reduce(shared, op))
         if shared[size] != 0:
             self._raise_everywhere(error)
-        return shared[:size]
 
     def reduce_floats(self, size: int, step: Step) -> Tensor:
         """The sums in float64 of what a local step returns on every rank; see :meth:`reduce`.
@@ -146,12 +163,11 @@ class Communicator:
 
     def leader_of(self, size: int, step: Step) -> Tensor:
         """What a local step returns on the leader; see :meth:`reduce`. All ranks run it."""
-
-        def of_leader() -> Tensor:
+        with self.local_step(size) as shared:
             values = step()
-            return values if self.index == 0 else torch.zeros_like(values)
-
-        return self.reduce(size, of_leader)
+            if self.index == 0:
+                shared.copy_(values)
+        return shared
 
     def run(
         self,
@@ -378,7 +394,8 @@ class Communicator:
 
     def _device_for(self, values: Tensor) -> torch.device:
         """Where the backends of all groups take a tensor: its own device, if they can."""
-        takes_it = all(_takes(group, values.device) for group in self._groups)
+        backends = [str(dist.get_backend_config(group)) for group in self._groups]
+        takes_it = all(f"{values.device.type}:" in backend for backend in backends)
         return values.device if takes_it else self._device
 
     def _raise_everywhere(self, error: BaseException | None) -> NoReturn:
@@ -548,11 +565,6 @@ def whole(tensor: DTensor) -> Tensor:
     from torch.distributed.tensor import Replicate
 
     return resolved(tensor, [Replicate()] * tensor.device_mesh.ndim)
-
-
-def _takes(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a group's backend communicates tensors on a device."""
-    return f"{device.type}:" in str(dist.get_backend_config(group))
 
 
 def _text_of(error: BaseException) -> str:

@@ -105,12 +105,8 @@ def test_env_says_what_a_report_needs(run, tmp_path):
 def test_numbers_are_not_rounded_to_what_they_are_not():
     assert percent(1, 10**9) == "0.01 %" and percent(10**9 - 1, 10**9) == "99.99 %"
     assert percent(0, 3) == "0.00 %" and percent(3, 3) == "100.00 %" and percent(0, 0) == "-"
-    assert [format_size(n) for n in (999, 1500, 3e9, 2e12)] == [
-        "999 B",
-        "1.5 kB",
-        "3.0 GB",
-        "2.0 TB",
-    ]
+    sizes = [format_size(n) for n in (999, 1500, 3e9, 2e12)]
+    assert sizes == ["999 B", "1.5 kB", "3.0 GB", "2.0 TB"]
 
 
 # No traceback where the machine, a file or the user is the cause; no code of others is run.

@@ -101,20 +101,21 @@ class Injector:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        run, reduce = Communicator.run, Communicator.reduce
+        run, local_step = Communicator.run, Communicator.local_step
 
-        def watched_run(self_: Communicator, step: Callable, facts_of: Any = None) -> Any:
-            return run(self_, self.around("step", step), facts_of)
+        def watched_run(self_: Communicator, step: Callable, *facts_of: Any) -> Any:
+            return run(self_, self.around("step", step), *facts_of)
 
-        def watched_reduce(self_: Communicator, size: int, step: Callable, *kind: Any) -> Any:
-            return reduce(self_, size, self.around("step", step), *kind)
+        @contextlib.contextmanager
+        def watched_step(self_: Communicator, *what: Any) -> Iterator[torch.Tensor]:
+            with local_step(self_, *what) as shared:
+                self.reach("before step")
+                yield shared
+                self.reach("after step")
 
-        replaced = {
-            "run": watched_run,
-            "reduce": watched_reduce,
-            "_reduce": self.around("reduce", Communicator._reduce),
-        }
-        with mock.patch.multiple(Communicator, **replaced):
+        watched = {"run": watched_run, "local_step": watched_step}
+        watched["_reduce"] = self.around("reduce", Communicator._reduce)
+        with mock.patch.multiple(Communicator, **watched):
             yield
 
 
