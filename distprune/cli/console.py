@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:  # torch comes with it
     from distprune.files import team
     from distprune.files.checkpoint import Checkpoint
     from distprune.files.planning import Plan
+    from distprune.files.reports import TensorReport
     from distprune.language_models import RunProgress
 
 
@@ -81,7 +81,7 @@ class Meter:
     """Shows the progress of all ranks: a bar on a terminal, else a line every ten seconds."""
 
     def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
+        self._terminal, self._num_read = terminal, 0
         self._written_at = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -109,16 +109,10 @@ class Meter:
         """Show a run over windows of text."""
         self._show(state.phase, state.num_done, state.total, _cell, f" {state.unit}")
 
-    def reading(self, total_bytes: int) -> Callable[[int], None]:
-        """A function that is called with the number of bytes of each piece that was read."""
-        done = 0
-
-        def read(num_bytes: int) -> None:
-            nonlocal done
-            done += num_bytes
-            self._show("read", done, total_bytes, format_size)
-
-        return read
+    def read(self, total_bytes: int, num_bytes: int) -> None:
+        """Show that some more of all bytes were read."""
+        self._num_read += num_bytes
+        self._show("read", self._num_read, total_bytes, format_size)
 
     def _show(
         self, phase: str, done: int, total: int, size: Callable[[int], str], unit: str = ""
@@ -151,9 +145,10 @@ def share_text(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,} elements ({percent(part, whole)})"
 
 
-def time_text(seconds: float, num_ranks: int) -> str:
-    """ "3.2 s on 2 processes": of a run."""
-    return f"{seconds:.1f} s on {num_ranks} {'process' if num_ranks == 1 else 'processes'}"
+def time_text(run: Mapping[str, Any]) -> str:
+    """ "3.2 s on 2 processes", from what a report says of its run."""
+    ranks = "1 process" if run["num_ranks"] == 1 else f"{run['num_ranks']} processes"
+    return f"{run['seconds']:.1f} s on {ranks}"
 
 
 def note_files(terminal: Terminal, checkpoint: Checkpoint) -> None:
@@ -164,10 +159,11 @@ def note_files(terminal: Terminal, checkpoint: Checkpoint) -> None:
         terminal.note(f"Not copied: {name} ({reason}).")
 
 
-def show_counts(terminal: Terminal, tensors: Iterable[tuple[str, int, int]]) -> None:
-    """Write a table of tensors: (name, elements, how many of them are pruned)."""
+def show_counts(terminal: Terminal, tensors: Iterable[TensorReport]) -> None:
+    """Write a table of tensors: how many of their elements are pruned."""
     numbers = ("elements", "pruned", "sparsity")
-    rows = [(*tensor, percent(tensor[2], tensor[1])) for tensor in tensors]
+    counts = [(t.name, t.num_elements, t.num_pruned) for t in tensors]
+    rows = [(name, size, pruned, percent(pruned, size)) for name, size, pruned in counts]
     terminal.table(("tensor", *numbers), rows, right=numbers)
 
 
@@ -238,11 +234,6 @@ def ranking_text(recipe: GroupRecipe) -> str:
         low, high = (f"{100 * share:g}" for share in (recipe.min_sparsity, recipe.max_sparsity))
         limits = f", each tensor within {low} to {high} %"
     return f"ranked {how} by {recipe.score_text}{limits}"
-
-
-def without_numbers(name: str) -> str:
-    """A name with ``*`` for every part that is a number: "layers.*.mlp.weight"."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field
 
 from distprune.cli import console
 from distprune.cli.options import ListingOptions, RanksOptions, WritingOptions, command
-from distprune.cli.process import DIFFERENT, on_every_rank, process_group
+from distprune.cli.process import DIFFERENT, process_group
 from distprune.files.errors import format_size
 
 
@@ -35,25 +36,25 @@ def apply(given: WritingOptions, masks: Path, src: Path, dst: Path) -> None:
     from distprune.files.checkpoint import open_checkpoint
     from distprune.files.pruning import apply as write
 
-    with process_group(given.timeout), console.Meter(terminal) as meter:
-        checkpoint = on_every_rank(lambda: open_checkpoint(src))
+    with process_group(given.timeout) as team, console.Meter(terminal) as meter:
+        checkpoint = team.run(lambda: open_checkpoint(src))
         console.note_files(terminal, checkpoint)
         report = write(
             masks, checkpoint, dst, progress=meter.files, replace=given.force, tell=terminal.note
         )
-    tensors = [(t.name, t.num_elements, t.num_pruned) for t in report.tensors]
-    counts = report.model_dump(include={"num_elements", "num_pruned"})
     if given.as_json:
-        values = {"source": checkpoint.folder, "masks": str(masks), "num_tensors": len(tensors)}
+        values = {"source": checkpoint.folder, "masks": str(masks)}
+        counts = report.model_dump(include={"num_elements", "num_pruned"})
+        counts["num_tensors"] = len(report.tensors)
         copied = [file.name for file in checkpoint.others]
         files = {"copied": copied, "not_copied": dict(checkpoint.skipped)}
         terminal.json(values | counts | files)
         return
     if given.verbose:
-        console.show_counts(terminal, tensors)
+        console.show_counts(terminal, report.tensors)
     share = console.share_text(report.num_pruned, report.num_elements)
     terminal.text(
-        f"{dst}: the masks prune {share} in {console.counted(len(tensors), 'tensor')}; "
+        f"{dst}: the masks prune {share} in {console.counted(len(report.tensors), 'tensor')}; "
         f"{sum(t.num_zero for t in report.tensors):,} elements were zero before."
     )
 
@@ -86,8 +87,7 @@ def verify(given: VerifyOptions, dst: Path) -> None:
         terminal.json({"is_good": result.is_good, **asdict(result)})
     elif result.is_good:
         if given.verbose:
-            tensors = read_report(dst).tensors
-            console.show_counts(terminal, [(t.name, t.num_elements, t.num_pruned) for t in tensors])
+            console.show_counts(terminal, read_report(dst).tensors)
         what = "is what its recipe makes of" if result.has_order else "fits its report and"
         terminal.text(
             f"{dst} {what} {given.against}: {format_size(result.num_bytes)} compared, "
@@ -127,7 +127,8 @@ def diff(given: DiffOptions, a: Path, b: Path) -> None:
     first, second = open_checkpoint(a), open_checkpoint(b)
     terminal = given.terminal()
     with console.Meter(terminal) as meter:
-        tensors = list(compare(first, second, meter.reading(first.num_bytes + second.num_bytes)))
+        read = partial(meter.read, first.num_bytes + second.num_bytes)
+        tensors = list(compare(first, second, read))
     num_equal = sum(tensor.is_equal for tensor in tensors)
     are_equal = num_equal == len(tensors)
     if given.as_json:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +16,7 @@ from distprune.base.selecting import natural_key
 from distprune.cli import console
 from distprune.cli.options import ListingOptions, command, dims_by_pattern
 from distprune.files.errors import FilesError, OutputError, SelectionError
-from distprune.recipes import Recipe
+from distprune.files.selecting import pattern_of
 
 if TYPE_CHECKING:
     from distprune.files.verifying import TensorFacts
@@ -47,6 +49,7 @@ def inspect(given: InspectOptions, src: Path) -> None:
     distprune inspect Llama-3.2-1B-50 --plot sparsity.png
     """
     from distprune.files.checkpoint import open_checkpoint
+    from distprune.files.reports import cached_name, read_report, recipe_of
     from distprune.files.verifying import inspect as inspect_tensors
 
     try:
@@ -56,17 +59,17 @@ def inspect(given: InspectOptions, src: Path) -> None:
     if given.plot is not None:
         check_picture(given.plot)
     checkpoint = open_checkpoint(src)  # nothing is copied
-    recipe = _recipe_of(src)
+    recipe = None  # it was not pruned, or not by one
+    with contextlib.suppress(FilesError):
+        recipe = recipe_of(read_report(src), str(src))
     dims: dict[str, Sequence[int]] = {**dims_by_pattern(given.input_dims)}
     for part in () if recipe is None or given.input_dims else recipe.parts:
         dims = {**part.input_dims, **dims}
     terminal = given.terminal()
     with console.Meter(terminal) as meter:
-        reading = meter.reading(checkpoint.num_bytes)
-        facts = list(inspect_tensors(checkpoint, tuple(patterns), reading, dims))
+        read = partial(meter.read, checkpoint.num_bytes)
+        facts = list(inspect_tensors(checkpoint, tuple(patterns), read, dims))
     if given.plot is not None:
-        from distprune.files.reports import cached_name
-
         # Matrices of floats; vectors would be columns without zeros.
         counts = [
             (f.entry.name, f.entry.numel, f.num_zero)
@@ -89,23 +92,13 @@ def inspect(given: InspectOptions, src: Path) -> None:
         terminal.text(f"Pruned by distprune, {how}.")
 
 
-def _recipe_of(source: Path) -> Recipe | None:
-    """What a checkpoint was pruned by; None if it was not, or not by a recipe."""
-    from distprune.files.reports import read_report, recipe_of
-
-    try:
-        return recipe_of(read_report(source), str(source))
-    except FilesError:
-        return None
-
-
 def _show_table(
     terminal: console.Terminal, facts: list[TensorFacts], patterns: Patterns, *, one_by_one: bool
 ) -> None:
     groups: dict[tuple[str, ...], list[TensorFacts]] = {}
     for tensor in facts:
         entry = tensor.entry
-        name = entry.name if one_by_one else console.without_numbers(entry.name)
+        name = entry.name if one_by_one else pattern_of(entry.name)
         groups.setdefault((name, entry.dtype, console.shape_text(entry.shape)), []).append(tensor)
     rows: list[tuple[str | int, ...]] = [
         (*key, *_sums(members, patterns)) for key, members in groups.items()

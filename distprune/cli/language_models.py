@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from distprune.cli.console import Meter, counted, time_text
+from distprune.cli.console import Meter, Terminal, counted, time_text
 from distprune.cli.options import Options, RanksOptions, command
 from distprune.cli.process import process_group, translated
 from distprune.files.checkpoint import open_checkpoint
@@ -66,35 +66,36 @@ class TextRunOptions(RunOptions):
 
 @contextlib.contextmanager
 def on_ranks_with_text(
-    given: RunOptions, model: Path, timeout: float
-) -> Iterator[tuple[str, Any, Callable[[Sequence[Path], int | None], TokenWindows]]]:
+    given: RunOptions, model: Path, timeout: float, terminal: Terminal
+) -> Iterator[tuple[str, Any, Callable[[Sequence[Path], int | None], TokenWindows], Meter]]:
     """Join the other ranks; transformers writes nothing but errors from now on.
 
-    Yields the kind of device that this rank computes on, the tokenizer, and a function that reads
-    the windows of texts, which is collective.
+    Yields the kind of device that this rank computes on, the tokenizer, a function that reads the
+    windows of texts, which is collective, and what shows the progress.
+
+    Raises:
+        CheckpointError: for errors of the library in the block.
     """
     kind = kind_of_device(given.device)
     backends = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
-    with process_group(timeout, backends.get(kind, "gloo")):
-        with translated(CheckpointError):
-            from distprune.language_models import load_tokenizer, read_windows
-            from distprune.language_models.folders import require_extra
+    group = process_group(timeout, backends.get(kind, "gloo"))
+    with group, translated(CheckpointError), Meter(terminal) as meter:
+        from distprune.language_models import load_tokenizer, read_windows
+        from distprune.language_models.folders import require_extra
 
-            require_extra()
-            from transformers.utils import logging
+        require_extra()
+        from transformers.utils import logging
 
-            quiet: Any = logging  # without types
-            quiet.set_verbosity_error()
-            quiet.disable_progress_bar()
-            tokenizer = load_tokenizer(given.tokenizer or model)
-
-        length = given.length_for(model)
+        quiet: Any = logging  # without types
+        quiet.set_verbosity_error()
+        quiet.disable_progress_bar()
+        tokenizer, length = load_tokenizer(given.tokenizer or model), given.length_for(model)
 
         def read(texts: Sequence[Path], limit: int | None) -> TokenWindows:
             with translated(TextError):
                 return read_windows(tokenizer, texts, length, limit=limit)
 
-        yield kind, tokenizer, read
+        yield kind, tokenizer, read, meter
 
 
 def kind_of_device(asked: str | None) -> str:
@@ -191,11 +192,8 @@ def evaluate(given: EvaluationOptions, model: Path) -> None:
     if given.generate and given.wrap == "stream":
         raise SelectionError("--generate needs the whole model; expected another --wrap.")
     terminal = given.terminal()
-    with (
-        on_ranks_with_text(given, model, given.timeout) as (kind, tokenizer, read),
-        translated(CheckpointError),
-        Meter(terminal) as meter,
-    ):
+    ranks = on_ranks_with_text(given, model, given.timeout, terminal)
+    with ranks as (kind, tokenizer, read, meter):
         from distprune import language_models, streaming
         from distprune.language_models.writing import continued
 
@@ -226,10 +224,7 @@ def evaluate(given: EvaluationOptions, model: Path) -> None:
         ]
         numbers = ("windows", "tokens", "perplexity")
         terminal.table(("text", *numbers), rows, right=numbers)
-        terminal.note(
-            f"{report.total.num_tokens:,} tokens in "
-            f"{time_text(facts['seconds'], facts['num_ranks'])}."
-        )
+        terminal.note(f"{report.total.num_tokens:,} tokens in {time_text(facts)}.")
     for each in generated:
         terminal.text(each["text"] + each["continuation"])
 
@@ -278,10 +273,8 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
     if not given.out.absolute().parent.is_dir():
         raise OutputError(f"{given.out}: its folder does not exist; expected one that does.")
     terminal = given.terminal()
-    with (
-        on_ranks_with_text(given, model, given.timeout) as (kind, _, read),
-        Meter(terminal) as meter,
-    ):
+    ranks = on_ranks_with_text(given, model, given.timeout, terminal)
+    with ranks as (kind, _, read, meter):
         import distprune as prune
         from distprune import language_models
 
@@ -298,11 +291,10 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
                 if given.gradients
                 else prune.statistics.ActivationStatistics(layers, allow_empty=given.allow_empty)
             )
-        with translated(CheckpointError):
-            language_models.calibrate(
-                loaded, windows, statistics, batch_size=given.batch_size, progress=meter.windows
-            )
-            statistics.save(given.out)
+        language_models.calibrate(
+            loaded, windows, statistics, batch_size=given.batch_size, progress=meter.windows
+        )
+        statistics.save(given.out)
         facts = _facts(given, loaded, kind, began)
     if given.as_json:
         counts = {"num_windows": len(windows), "num_tokens": windows.tokens.numel()}
@@ -313,8 +305,7 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
         terminal.text(
             f"{given.out}: statistics of {counted(len(layers), 'layer')} over "
             f"{windows.tokens.numel():,} tokens in {counted(len(windows), 'window')}, "
-            f"{format_size(given.out.stat().st_size)}. "
-            f"{time_text(facts['seconds'], facts['num_ranks'])}."
+            f"{format_size(given.out.stat().st_size)}. {time_text(facts)}."
         )
 
 
@@ -342,11 +333,8 @@ def write_text(given: OwnTextOptions, model: Path, file: Path) -> None:
     if given.wrap == "stream":
         raise SelectionError("--wrap stream is for eval only; expected another.")
     terminal = given.terminal()
-    with (
-        on_ranks_with_text(given, model, given.timeout) as (kind, tokenizer, _),
-        translated(CheckpointError),
-        Meter(terminal) as meter,
-    ):
+    ranks = on_ranks_with_text(given, model, given.timeout, terminal)
+    with ranks as (kind, tokenizer, _, meter):
         from distprune import language_models
 
         loaded, began = _load(given, model, kind), time.monotonic()
@@ -368,5 +356,5 @@ def write_text(given: OwnTextOptions, model: Path, file: Path) -> None:
     elif terminal.is_leader:
         terminal.text(
             f"{file}: {counted(len(windows), 'window')} of {windows.length:,} tokens. "
-            f"{time_text(facts['seconds'], facts['num_ranks'])}."
+            f"{time_text(facts)}."
         )

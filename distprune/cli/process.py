@@ -11,39 +11,34 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 from distprune.files.errors import FilesError, RanksError, SelectionError, explained
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from distprune.files.team import Team
 
 FAILURE, DIFFERENT = 1, 3
 
 
 @contextlib.contextmanager
-def process_group(timeout: float, backend: str = "gloo") -> Iterator[None]:
-    """Join the other ranks of torchrun, if there are any."""
-    if "RANK" not in os.environ:
-        yield
-        return
+def process_group(timeout: float, backend: str = "gloo") -> Iterator[Team]:
+    """Join the other ranks of torchrun, if there are any. Yields all of them."""
     import torch.distributed as dist
 
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    except (ValueError, RuntimeError) as error:
-        raise RanksError(f"could not initialise the process group: {error}") from error
-    yield
-    dist.destroy_process_group()  # after an error the process ends
-
-
-def on_every_rank(find: Callable[[], T]) -> T:
-    """Find something on every rank; an error of one is raised on all of them. Collective."""
     from distprune.files.team import Team
     from distprune.ranks.collectives import world
 
-    return Team(world()).run(find)
+    try:
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except (ValueError, RuntimeError) as error:
+        raise RanksError(f"could not initialise the process group: {error}") from error
+    yield Team(world())
+    if "RANK" in os.environ:  # after an error the process ends
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -75,19 +70,30 @@ Check what distprune guarantees on this machine, with this backend and version o
 
 It checks masks against a reference on every wrapper that the ranks allow, traffic, errors on all
 ranks or none, a training step, and the private fields of torch that distprune uses. It reports what
-holds here, what does not, and what could not be tried."""
-_EPILOG = """examples:
-  python -m distprune selftest
-  torchrun --nproc-per-node 4 -m distprune selftest
-  torchrun --nproc-per-node 4 -m distprune selftest --share     # with one GPU
+holds here, what does not, and what could not be tried.
 
-exit codes:
-  0 all that was tried holds, 1 something does not hold, or ranks are lost, 2 wrong usage"""
+Start it by `python -m distprune selftest`, or on several ranks by
+`torchrun --nproc-per-node 4 -m distprune selftest`. The exit code is 0 if all that was tried holds,
+1 if something does not or ranks are lost, and 2 for wrong usage."""
 
 
 def run_selftest(arguments: Sequence[str]) -> int:
     """Run the self-test on this rank; it needs neither click nor rich."""
-    options = _selftest_parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="distprune selftest",
+        description=SELFTEST,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags = {
+        "--json": "print one JSON document",
+        "--cpu": "test gloo on the CPU, not accelerators",
+        "--share": "let several ranks share an accelerator, over gloo",
+    }
+    for flag, text in flags.items():
+        parser.add_argument(flag, action="store_true", help=text)
+    text = "of torch's process groups, in seconds (default 60)"
+    parser.add_argument("--timeout", type=float, default=60.0, help=text)
+    options = parser.parse_args(arguments)
     try:
         import torch.distributed as dist
 
@@ -115,22 +121,3 @@ def run_selftest(arguments: Sequence[str]) -> int:
         os._exit(FAILURE)
     dist.destroy_process_group()
     return 0 if report["holds"] else FAILURE
-
-
-def _selftest_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="distprune selftest",
-        description=SELFTEST,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    flags = {
-        "--json": "print one JSON document",
-        "--cpu": "test gloo on the CPU, not accelerators",
-        "--share": "let several ranks share an accelerator, over gloo",
-    }
-    for flag, text in flags.items():
-        parser.add_argument(flag, action="store_true", help=text)
-    text = "of torch's process groups, in seconds (default 60)"
-    parser.add_argument("--timeout", type=float, default=60.0, help=text)
-    return parser

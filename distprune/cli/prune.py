@@ -20,10 +20,11 @@ from distprune.cli.options import (
     make_recipe_from,
     option_name,
 )
-from distprune.cli.process import FAILURE, on_every_rank, process_group, translated
+from distprune.cli.process import FAILURE, process_group, translated
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import folder_bytes, free_bytes, partial_folders
 from distprune.files.errors import OutputError, SelectionError, TextError, format_size
+from distprune.files.selecting import pattern_of
 from distprune.recipes import Recipe, read_keys
 
 if TYPE_CHECKING:
@@ -107,15 +108,24 @@ class TextOptions(TextRunOptions, RecipeOptions):
             SelectionError: the model cannot be pruned by text, or the extra is missing.
         """
         try:
-            with translated(SelectionError):
-                from distprune import streaming
+            cost = self.cost(src, Choice(recipe, length, True, 1), self.windows)
+            from distprune.streaming import room_of
 
-                extra: Any = {"own_text": True, "polish": 1, **self.arguments()}
-                cost = streaming.estimate(src, recipe, self.windows, length, **extra)
-                return streaming.room_of(kind_of_device(self.device)), cost.memory
+            return room_of(kind_of_device(self.device)), cost.memory
         except SelectionError as error:
             way_out = "--score magnitude prunes by the weights alone."
             raise SelectionError(f"{error} {way_out}") from error
+
+    def cost(
+        self, src: Path, choice: Choice, num_windows: int, num_evaluated: int = 0
+    ) -> StreamCost:
+        """What pruning by text takes beside what pruning takes; see ``streaming.estimate``."""
+        how: Any = {"own_text": choice.own_text, "polish": choice.polish, **self.arguments()}
+        with translated(SelectionError):
+            from distprune import streaming
+
+            text = num_windows, choice.length
+            return streaming.estimate(src, choice.recipe, *text, num_evaluated=num_evaluated, **how)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of all functions of ``streaming``."""
@@ -137,11 +147,6 @@ class Choice(NamedTuple):
     length: int
     own_text: bool
     polish: int
-
-    @property
-    def by_text(self) -> bool:
-        """Whether text ranks the weights."""
-        return self.length > 0
 
 
 def _is_language_model(src: Path) -> bool:
@@ -176,13 +181,13 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
         console.discard_unfinished(terminal, dst)
         return
     choice = given.choose(src, keys)
-    if choice.by_text:
+    if choice.length:
         report = _prune_by_text(terminal, given, choice, src, dst)
     else:
         from distprune.files import planning, pruning
 
-        with process_group(given.timeout), console.Meter(terminal) as meter:
-            plan = on_every_rank(lambda: planning.plan(src, choice.recipe))
+        with process_group(given.timeout) as team, console.Meter(terminal) as meter:
+            plan = team.run(lambda: planning.plan(src, choice.recipe))
             console.note_files(terminal, plan.checkpoint)
             console.show_warnings(terminal, plan)
             terminal.note(console.summary(plan))
@@ -204,9 +209,7 @@ def _show_report(
     from distprune.base.memory import peak_rss_bytes
 
     if given.verbose:
-        console.show_counts(
-            terminal, [(t.name, t.num_elements, t.num_pruned) for t in report.tensors]
-        )
+        console.show_counts(terminal, report.tensors)
     num_tensors = console.counted(len(report.tensors), "tensor")
     terminal.text(
         f"Pruned {console.share_text(report.num_pruned, report.num_elements)} in {num_tensors}."
@@ -224,10 +227,7 @@ def _show_report(
                 f"{group.num_ties or 0:,} elements of this {what} were pruned."
             )
     peak = max(*report.run["peak_rss_bytes"], peak_rss_bytes())  # after the last file, too
-    terminal.text(
-        f"{dst}: {console.time_text(report.run['seconds'], report.run['num_ranks'])}, "
-        f"peak memory {format_size(peak)}."
-    )
+    terminal.text(f"{dst}: {console.time_text(report.run)}, peak memory {format_size(peak)}.")
 
 
 def _prune_by_text(
@@ -235,7 +235,8 @@ def _prune_by_text(
 ) -> Report:
     """Prune by text; see ``streaming.prune_folder``."""
     recipe = choice.recipe
-    with on_ranks_with_text(given, src, given.timeout) as (kind, tokenizer, read):
+    ranks = on_ranks_with_text(given, src, given.timeout, terminal)
+    with ranks as (kind, tokenizer, read, meter):
         from distprune import streaming
 
         windows = evaluation = own_text = None
@@ -247,7 +248,7 @@ def _prune_by_text(
         if given.eval_texts:
             evaluation = read(given.eval_texts, given.eval_windows)
         terminal.note(_method(given, choice))
-        with translated(SelectionError), console.Meter(terminal) as meter:
+        with translated(SelectionError):
             pruned = streaming.prune_folder(
                 src,
                 dst,
@@ -303,7 +304,11 @@ def plan(given: TextOptions, keys: dict[str, Any], src: Path, dst: Path | None) 
     has_amount = given.recipe is not None or not {"sparsity", "pattern"}.isdisjoint(keys)
     choice = given.choose(src, keys if has_amount else keys | {"sparsity": 0.0})
     recipe = choice.recipe
-    by_text = _cost_by_text(src, choice, given) if choice.by_text else None
+    by_text = None
+    if choice.length:
+        num_windows = given.windows * (len(given.texts) + choice.own_text)
+        num_evaluated = given.windows if given.eval_texts else 0
+        by_text = given.cost(src, choice, num_windows, num_evaluated)
     awaits = by_text is not None and recipe.statistics is None
     plan = make_plan(src, recipe, awaits_statistics=awaits)
     cost = estimate(plan, dst, 0 if by_text is None else by_text.disk)
@@ -379,7 +384,7 @@ def _show_tensors(
     """A table in which tensors share a line if their names differ only in numbers."""
     lines: dict[tuple[Any, ...], list[int | None]] = {}
     for each in tensors:
-        name = each["name"] if one_by_one else console.without_numbers(each["name"])
+        name = each["name"] if one_by_one else pattern_of(each["name"])
         key = (name, each["dtype"], tuple(each["shape"]), each["reason"], each["group"])
         lines.setdefault(key, []).append(each["num_to_prune"])
     has_groups = any(each["group"] for each in tensors)
@@ -423,21 +428,3 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict
         cost["missing_bytes"] = max(writes + other_bytes - num_written, 0)
         cost["free_bytes"] = free_bytes(path.parent)
     return cost
-
-
-def _cost_by_text(source: Path, choice: Choice, given: TextOptions) -> StreamCost:
-    """What pruning by text takes beside what pruning takes."""
-    with translated(SelectionError):
-        from distprune import streaming
-
-        num_evaluated = given.windows if given.eval_texts else 0
-        return streaming.estimate(
-            source,
-            choice.recipe,
-            given.windows * (len(given.texts) + choice.own_text),
-            choice.length,
-            own_text=choice.own_text,
-            polish=choice.polish,
-            num_evaluated=num_evaluated,
-            **given.arguments(),
-        )
