@@ -299,7 +299,7 @@ def begin(destination: Path, digest: str, num_bytes: int) -> Path:
         OutputError: the folder is that of another result, it cannot be written, or the disk has too
             few free bytes.
     """
-    folder = _partial(destination)
+    folder = partial_folder(destination)
     path = folder / WORK / "digest"
     if path.exists() and path.read_text() != digest:
         raise OutputError(
@@ -322,7 +322,7 @@ def begin(destination: Path, digest: str, num_bytes: int) -> Path:
 
 def publish(destination: Path) -> None:
     """Rename the folder of a complete result, which takes the place of the one that is there."""
-    folder, old = _partial(destination), _replaced(destination)
+    folder, old = partial_folder(destination), _replaced(destination)
     with writing(destination):
         for inner, _, _ in os.walk(folder):
             sync_folder(inner)
@@ -392,7 +392,8 @@ def discard(destination: str | Path) -> list[tuple[str, int]]:
     return removed
 
 
-def _partial(destination: Path) -> Path:
+def partial_folder(destination: Path) -> Path:
+    """The folder of an unfinished result."""
     return destination.with_name(f"{destination.name}.partial")
 
 

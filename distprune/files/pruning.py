@@ -250,7 +250,7 @@ class Result:
     @functools.cached_property
     def folder(self) -> Path:
         """The folder of the unfinished result."""
-        return self.target.with_name(f"{self.target.name}.partial")
+        return disk.partial_folder(self.target)
 
     @contextlib.contextmanager
     def begun(
@@ -310,7 +310,7 @@ class Result:
         """
         team, total = self.team, sum(file.size for file in self.files.values())
         team.begin("write", total, total - sum(missing.values()))
-        team.each(missing, lambda name: self._write(self.files[name], pieces))
+        team.each(missing, functools.partial(self._write, pieces))
         run = {
             "num_ranks": team.size,
             "seconds": round(time.monotonic() - self.began, 3),
@@ -326,17 +326,17 @@ class Result:
         if report is not None and report["digest"] == self.digest:
             return None
         self._check_destination()
-        num_bytes = sum(file.size for file in self.files.values())
-        disk.begin(self.target, self.digest, num_bytes)
+        disk.begin(self.target, self.digest, sum(file.size for file in self.files.values()))
         return [name for name in self.files if (self.folder / name).exists()]
 
     def _check_destination(self) -> None:
         files = [*self.checkpoint.all_files, *self.inputs]
         disk.check_destination(self.target, [f.path for f in files], replaces=self.replaces)
 
-    def _write(self, file: SourceFile, pieces: Pieces) -> None:
+    def _write(self, pieces: Pieces, name: str) -> None:
         """Make one file; of a weight file also its masks, and counts of its tensors."""
         counts: Counts = defaultdict(Counter)
+        file = self.files[name]
         with (
             disk.new_file(self.folder / file.name, file.mode) as output,
             disk.new_file(self._work(file, "masks")) as masks,
