@@ -26,7 +26,7 @@ _NAMES = {
     "input_dims": "input-dim", "patterns": "pattern",
 }  # fmt: skip
 _SHORT = {"sparsity": "-s", "recipe": "-r", "verbose": "-v", "quiet": "-q"}
-# What comes first in the help of commands that have a recipe.
+# What comes first in the help of commands that have a recipe; the rest is under "More".
 _ESSENTIAL = ("recipe", "sparsity", "pattern", "texts", "eval_texts")
 # What only a file or a program can say.
 _NO_OPTIONS = ("schedule", "names", "groups")
@@ -104,6 +104,18 @@ class Command(click.Command):
         if self._has_recipe:
             ctx.params["keys"] = told
         return rest
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "More": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):
+                is_first = not self._has_recipe or param.name in _ESSENTIAL
+                sections["Options" if is_first else "More"].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def command(
