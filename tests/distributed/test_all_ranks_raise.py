@@ -370,8 +370,8 @@ ROWS = {
         for value in (0.5, -1.0, 2.0)
     },
     "a method's own apply_mask": Row(
-        lambda s: partial(Damped.apply, *s.pairs[0], 0.5), "Damped has an apply_mask",
-        "NotImplementedError", on=(*ONE, "fsdp1-2"), odd=ALL,
+        lambda s: partial(Damped.apply, *s.pairs[0], 0.5),
+        "the apply_mask of Damped acts neither on shards", "NotImplementedError", on=(*ONE, "fsdp1-2"), odd=ALL,
     ),
     "dtype": Row(
         after(partial(another_model, dtype="float64")),
