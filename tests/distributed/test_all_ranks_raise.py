@@ -371,7 +371,8 @@ ROWS = {
     },
     "a method's own apply_mask": Row(
         lambda s: partial(Damped.apply, *s.pairs[0], 0.5),
-        "the apply_mask of Damped acts neither on shards", "NotImplementedError", on=(*ONE, "fsdp1-2"), odd=ALL,
+        "the apply_mask of Damped acts neither on shards", "NotImplementedError",
+        on=(*ONE, "fsdp1-2"), odd=ALL,
     ),
     "dtype": Row(
         after(partial(another_model, dtype="float64")),
