@@ -17,6 +17,7 @@ import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -462,7 +463,6 @@ def build_without_weights(folder: str, dtype: torch.dtype | None) -> Any:
 
     Cost: no memory for parameters.
     """
-    import accelerate
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(
@@ -476,10 +476,8 @@ def build_without_weights(folder: str, dtype: torch.dtype | None) -> Any:
     if dtype is not None:
         config.dtype = dtype
     factory: Any = transformers.AutoModelForCausalLM
-    with accelerate.init_empty_weights(include_buffers=False):
-        model = factory.from_config(
-            config, dtype=config.dtype or torch.get_default_dtype(), trust_remote_code=False
-        )
+    options: Any = {"dtype": config.dtype or torch.get_default_dtype(), "trust_remote_code": False}
+    model = empty_model(partial(factory.from_config, **options), config)
     model.config.name_or_path = folder
     model.tie_weights()
     plan_of = getattr(model, "_get_dtype_plan", None)
@@ -496,6 +494,14 @@ def build_without_weights(folder: str, dtype: torch.dtype | None) -> Any:
                 folder, local_files_only=True
             )
     return model.eval()
+
+
+def empty_model(make: Callable[[Any], Any], config: Any) -> Any:
+    """What is made from a config: parameters on the meta device, other buffers as they will be."""
+    import accelerate
+
+    with accelerate.init_empty_weights(include_buffers=False):
+        return make(config)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

@@ -15,26 +15,26 @@ ROOMS = {
     "__init__.py": (17, 1),
     "__main__.py": (13, 1),
     "_public.py": (58, 1),
-    "_transformers.py": (322, 1),
+    "_transformers.py": (324, 1),
     "_version.py": (1, 1),
     "api": (874, 7),
     "base": (800, 9),
     "budgets.py": (212, 1),
     "call": (826, 5),
     "checkpoint.py": (206, 1),
-    "cli": (1332, 9),
+    "cli": (1400, 9),
     "criteria": (685, 3),
     "dynamic.py": (127, 1),
-    "files": (2397, 13),
+    "files": (2400, 13),
     "integrations": (791, 6),
-    "language_models": (1329, 9),
+    "language_models": (1694, 10),
     "layouts.py": (13, 1),
     "masks": (430, 3),
     "methods": (670, 4),
     "ranking": (1637, 9),
     "ranks": (327, 2),
     "recipes": (320, 1),
-    "reconstruction.py": (274, 1),
+    "reconstruction.py": (288, 1),
     "schedule.py": (228, 1),
     "selftest.py": (291, 1),
     "shards": (797, 5),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (566, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19476, 119)
+TOTAL = (19928, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 28927, "launch": 831}
+FOLDERS = {"tests": 29282, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

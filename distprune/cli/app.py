@@ -120,8 +120,8 @@ def _version(package: str) -> str:
 # It has its own parser, which works without click.
 _selftest = click.Command("selftest", help=SELFTEST)
 _ALL = (
-    plan, prune, copies.apply, language_models.evaluate, language_models.calibrate,
-    language_models.write_text, inspect,
-    copies.verify, copies.diff, recipe, env, _selftest,
+    plan, prune, language_models.shrink, copies.apply, language_models.evaluate,
+    language_models.calibrate, language_models.write_text, inspect, copies.verify,
+    copies.diff, recipe, env, _selftest,
 )  # fmt: skip
 app.commands = {str(each.name): each for each in _ALL}

@@ -1,4 +1,4 @@
-"""``distprune eval`` and ``calibrate``, and what commands that run text through a model share."""
+"""``distprune eval``, ``calibrate``, ``write-text``, ``shrink``; what such commands share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +15,8 @@ from pydantic import Field
 from distprune.cli.console import Meter, Terminal, counted, time_text
 from distprune.cli.options import Options, RanksOptions, command
 from distprune.cli.process import process_group, translated
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.disk import check_destination, resolve_destination, write_atomically
 from distprune.files.errors import (
     CheckpointError,
     OutputError,
@@ -62,6 +64,18 @@ class TextRunOptions(RunOptions):
     """Those of commands that run text through a model."""
 
     texts: tuple[Path, ...] = Field((), description="Text in UTF-8. Repeat it for more.")
+
+
+class CalibrationRunOptions(TextRunOptions):
+    """Those of commands that choose what goes by text, and measure the result."""
+
+    texts: tuple[Path, ...] = Field((), description="UTF-8 text whose gradients rank weights.")
+    eval_texts: tuple[Path, ...] = Field((), description="Held-out text, for its perplexity.")
+    eval_windows: int | None = Field(None, ge=1, description="Windows of each held-out text (all).")
+    windows: int = Field(32, ge=1, description="Windows of each text, drawn at random (32).")
+    update: Literal["least-squares", "none"] = Field(
+        "least-squares", description="What moves kept weights (least-squares)."
+    )
 
 
 @contextlib.contextmanager
@@ -358,3 +372,93 @@ def write_text(given: OwnTextOptions, model: Path, file: Path) -> None:
             f"{file}: {counted(len(windows), 'window')} of {windows.length:,} tokens. "
             f"{time_text(facts)}."
         )
+
+
+class ShrinkOptions(CalibrationRunOptions, RanksOptions):
+    """The options of shrink."""
+
+    neurons: float = Field(0.0, ge=0, lt=1, description="Share of the neurons of each MLP (0).")
+    experts: float = Field(0.0, ge=0, lt=1, description="Share of the experts of each layer (0).")
+    round_to: int = Field(128, ge=1, description="A multiple of it is left in each MLP (128).")
+    own_text: bool = Field(True, description="Text that the model writes, too (yes).")
+    unseen_first: bool = Field(
+        False, description="Experts to which no token comes go first, in place of last."
+    )
+
+
+@command("shrink", ShrinkOptions, "MODEL", "OUT")
+def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
+    """Take neurons and experts out of a language model, so that it is smaller.
+
+    OUT is an ordinary model with a smaller configuration, which transformers loads without this
+    package. Each layer loses the same number. Which, is decided by text: that of --text, and text
+    that the model writes itself; what is left of the MLPs is updated. With --no-own-text and no
+    --text, the smallest neurons go, and nothing is updated.
+
+    The whole model is in the memory of each process; several processes share the text.
+
+    \b
+    distprune shrink Qwen3-0.6B Qwen3-0.6B-small --neurons 0.2
+    distprune shrink MODEL OUT --neurons 0.2 --text train.txt --eval held-out.txt
+    distprune shrink Qwen3-30B-A3B OUT --experts 0.25
+    """
+    terminal, by_text = given.terminal(), bool(given.texts) or given.own_text
+    shares: Any = given.model_dump(include={"neurons", "experts", "round_to"})
+    ranks = on_ranks_with_text(given, model, given.timeout, terminal)
+    with ranks as (kind, tokenizer, read, meter), translated(SelectionError):
+        from distprune import language_models
+        from distprune.files.planning import CARD_FILE
+        from distprune.files.reports import card_above
+        from distprune.language_models.shrinking import plans_of_folder
+        from distprune.ranks.collectives import world
+
+        def check() -> Checkpoint:
+            source = open_checkpoint(model)
+            check_destination(resolve_destination(out, source.root), ())
+            plans_of_folder(source.folder, by_text, **shares)
+            return source
+
+        source = world().run(check)
+        windows, quality = None, "Its perplexity was not measured; --eval FILE measures it."
+        if given.texts:
+            with translated(TextError, "--windows: "):
+                windows = read(given.texts, None).sample(given.windows)
+        if given.eval_texts:
+            held_out = read(given.eval_texts, given.eval_windows)
+        dtype, device = given.torch_dtype(), kind if kind == "cpu" else None
+        loaded = language_models.load_sharded(model, dtype=dtype, device=device)
+        if given.own_text:
+            size: Any = {"windows": given.windows, "length": given.length_for(model)}
+            own = language_models.write_text(loaded, tokenizer, **size, progress=meter.windows)
+            windows = own if windows is None else windows + own
+        run: Any = {"batch_size": given.batch_size, "progress": meter.windows}
+        choice: Any = {"update": given.update != "none", "unseen_first": given.unseen_first}
+        small, report = language_models.shrink(loaded, windows, **shares, **choice, **run)
+        if given.eval_texts:
+            before, after = (
+                language_models.perplexity(each, held_out, **run).perplexity
+                for each in (loaded, small)
+            )
+            quality = f"Perplexity of held-out text: {before:.4g} before, {after:.4g} after."
+        language_models.save_sharded(small, out, source=model)
+        if terminal.is_leader:
+            card = card_above(source, ("pruned",), _SHRUNK.format(report, quality))
+            write_atomically(out / CARD_FILE, card)
+    if given.as_json:
+        terminal.json({"model": str(model), "quality": quality, **asdict(report)})
+    for line in () if given.as_json else [*str(report).splitlines(), quality]:
+        terminal.text(line)
+
+
+# What the card of a shrunk model says.
+_SHRUNK = """\
+# A smaller copy
+
+distprune took out what is listed here. This is an ordinary model with a smaller configuration.
+
+```text
+{}
+```
+
+{}
+"""

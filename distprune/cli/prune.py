@@ -6,13 +6,13 @@ import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
 from distprune.base import without_garbage_collection
 from distprune.cli import console
-from distprune.cli.language_models import TextRunOptions, kind_of_device, on_ranks_with_text
+from distprune.cli.language_models import CalibrationRunOptions, kind_of_device, on_ranks_with_text
 from distprune.cli.options import (
     RecipeOptions,
     WritingOptions,
@@ -37,18 +37,11 @@ if TYPE_CHECKING:
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-class TextOptions(TextRunOptions, RecipeOptions):
+class TextOptions(CalibrationRunOptions, RecipeOptions):
     """A recipe, and the options of pruning by text."""
 
-    texts: tuple[Path, ...] = Field((), description="UTF-8 text whose gradients rank weights.")
-    eval_texts: tuple[Path, ...] = Field((), description="Held-out text, for its perplexity.")
-    eval_windows: int | None = Field(None, ge=1, description="Windows of each held-out text (all).")
-    windows: int = Field(32, ge=1, description="Windows of each text, drawn at random (32).")
     own_text: bool | None = Field(
         None, description="Text that the model writes, too (if it fits in memory)."
-    )
-    update: Literal["least-squares", "none"] = Field(
-        "least-squares", description="What moves kept weights (least-squares)."
     )
     polish: int | None = Field(
         None, ge=0, description="Steps of training at the end (40, if they fit in memory)."

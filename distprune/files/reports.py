@@ -293,8 +293,23 @@ def card_of(plan: Plan, report: Report) -> bytes:
 
     Cost: one read of the source's card.
     """
-    base = cached_name(plan.checkpoint.folder)
-    cards = [other.path for other in plan.checkpoint.others if other.name == CARD_FILE]
+    section = _section(plan, report, cached_name(plan.checkpoint.folder))
+    return card_above(plan.checkpoint, ("pruned", "sparse"), section)
+
+
+def card_above(checkpoint: Checkpoint, added_tags: Sequence[str], section: str) -> bytes:
+    """A card that stands above that of a checkpoint.
+
+    Args:
+        checkpoint: the source.
+        added_tags: what the hub lists the result under.
+        section: what the result is.
+
+    Raises:
+        CheckpointError: the card of the source cannot be read.
+    """
+    base = cached_name(checkpoint.folder)
+    cards = [other.path for other in checkpoint.others if other.name == CARD_FILE]
     with reading(CARD_FILE):
         metadata, below = split_front_matter(Path(cards[0]).read_bytes() if cards else b"")
     metadata = {key: metadata[key] for key in metadata if key not in _NOT_OF_THE_RESULT}
@@ -303,9 +318,9 @@ def card_of(plan: Plan, report: Report) -> bytes:
         metadata.pop("base_model_relation", None)
     tags = metadata.get("tags") or []
     if isinstance(tags, list):
-        metadata["tags"] = [*tags, *(tag for tag in ("pruned", "sparse") if tag not in tags)]
+        metadata["tags"] = [*tags, *(tag for tag in added_tags if tag not in tags)]
     head = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
-    text = f"---\n{head}---\n\n{_section(plan, report, base)}"
+    text = f"---\n{head}---\n\n{section}"
     if below.strip():
         text += (
             "\n---\n\n*The card of the source follows as it was. What it says of the quality of "

@@ -5,11 +5,11 @@ import shutil
 
 from distprune.cli import main
 from distprune.recipes import shipped_recipes
-from helpers.tiny_language_model import save_tiny_llama, write_text
+from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, write_text
 
 MODELS = (
     "llama", "llama-instruct", "Llama-3-8B", "Llama-3.2-1B", "Llama-3.2-1B-Instruct",
-    "Llama-3-70B", "MODEL", "SRC", "A", "B", "my-model", "my_scores",
+    "Llama-3-70B", "Qwen3-0.6B", "MODEL", "SRC", "A", "B", "my-model", "my_scores",
 )  # fmt: skip
 PRUNED = (
     "llama-50", "Llama-3-8B-50", "Llama-3.2-1B-50", "Llama-3.2-1B-50-tuned", "Llama-3.2-1B-2of4",
@@ -25,6 +25,7 @@ def write_sources(folder):
     save_tiny_llama(folder / MODELS[0])
     for name in MODELS[1:]:
         shutil.copytree(folder / MODELS[0], folder / name)
+    save_tiny_mixtral(folder / "Qwen3-30B-A3B")
     for name in TEXTS:
         write_text(folder / name, 200)
     shutil.copy(shipped_recipes()["layer_50"], folder / "recipe.yaml")
@@ -50,12 +51,14 @@ def made_small(arguments):
     arguments = [
         SMALL.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)
     ]
-    if arguments[0] in ("eval", "calibrate", "write-text") or "--text" in arguments:
+    if arguments[0] in ("eval", "calibrate", "write-text", "shrink") or "--text" in arguments:
         arguments += ["--length", LENGTH]  # the last one counts
     has_text = "--text" in arguments and arguments[0] in ("prune", "plan")
-    if has_text or arguments[0] == "write-text":
+    if has_text or arguments[0] in ("write-text", "shrink"):
         arguments += ["--windows", "4"]
-    if arguments[0] in ("prune", "apply"):
+    if arguments[0] == "shrink":
+        arguments += ["--round-to", "4"]
+    if arguments[0] in ("prune", "apply", "shrink"):
         named = [word for word in arguments[1:] if not word.startswith("-")]
         destination = named[2 if arguments[0] == "apply" else 1]
         shutil.rmtree(destination, ignore_errors=True)  # of an alternative

@@ -73,7 +73,7 @@ def extras_of(words):
     if "--plot" in words:
         return "cli", "plot"
     by_weights = {"--score", "--scores", "--statistics", "--discard"}
-    if words[0] in ("eval", "calibrate", "write-text") or (
+    if words[0] in ("eval", "calibrate", "write-text", "shrink") or (
         words[0] in ("prune", "plan") and by_weights.isdisjoint(words)
     ):
         return "cli", "language-models"

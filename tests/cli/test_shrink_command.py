@@ -1,0 +1,107 @@
+"""``distprune shrink``: a folder of a language model, and a smaller one beside it."""
+
+import json
+
+import pytest
+
+from distprune import language_models
+from helpers.forked_scripts import run_forked
+from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, write_text
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def made(tmp_path):
+    """(folder of a Llama, a text)."""
+    save_tiny_llama(tmp_path / "model")
+    (tmp_path / "model" / "README.md").write_text("---\nlicense: mit\n---\nA tiny model.\n")
+    return tmp_path / "model", write_text(tmp_path / "a.txt", 300)
+
+
+SIZES = ["--length", "16", "--windows", "4", "--device", "cpu"]
+NEURONS = ["--neurons", "0.25", "--round-to", "2"]
+
+
+def test_a_smaller_model_that_transformers_loads(run, made, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, text = made
+    out = tmp_path / "out"
+    done = run("shrink", model, out, *NEURONS, *SIZES, "--text", text, "--eval", text)
+    assert done.code == 0, done.err
+    small = AutoModelForCausalLM.from_pretrained(out)
+    assert AutoTokenizer.from_pretrained(out)("a")["input_ids"] and small.generation_config
+    assert small.config.intermediate_size == 18 and small.num_parameters() == 12880 - 576
+    assert "576 of 12,880 parameters" in done.out and done.out.count("6 of 24 neurons") == 2
+    tokenizer = language_models.load_tokenizer(model)
+    before, after = (
+        language_models.perplexity(each, language_models.read_windows(tokenizer, text, 16))
+        for each in (language_models.load_sharded(model), small)
+    )
+    quality = f"{before.perplexity:.4g} before, {after.perplexity:.4g} after."
+    card = (out / "README.md").read_text()
+    assert quality in done.out and quality in card and "6 of 24 neurons" in card
+    assert "license: mit" in card and "A tiny model." in card
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (model, out)]
+    assert sizes[0] - sizes[1] == pytest.approx(4 * 576, abs=64)
+
+
+def test_its_own_text_is_a_source_as_large_as_the_others(run, made, tmp_path, monkeypatch):
+    model, text = made
+    seen = []
+    shrink = language_models.shrink
+
+    def noted(loaded, windows, **options):
+        seen.append(None if windows is None else windows.text_of.bincount().tolist())
+        return shrink(loaded, windows, **options)
+
+    monkeypatch.setattr(language_models, "shrink", noted)
+    sources = [[], ["--text", text], ["--no-own-text", "--text", text], ["--no-own-text"]]
+    for number, options in enumerate(sources):
+        done = run("shrink", model, tmp_path / f"{number}", *NEURONS, *SIZES, *options, "--json")
+        assert done.code == 0, done.err
+        errors = [layer["error_after"] for layer in done.json["layers"]]
+        assert (None in errors) == (number == 3)
+    assert seen == [[4], [4, 4], [4], None]
+
+
+def test_experts(run, tmp_path):
+    save_tiny_mixtral(tmp_path / "model")
+    done = run("shrink", tmp_path / "model", tmp_path / "out", "--experts", "0.25", *SIZES)
+    assert done.code == 0, done.err
+    assert done.out.count("1 of 4 experts") == 2 and "was not measured" in done.out
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_local_experts"] == 3
+
+
+@pytest.mark.slow
+def test_processes_share_the_text(made, tmp_path):
+    model, text = made
+    command = ["shrink", model, tmp_path / "out", *NEURONS, *SIZES, "--text", text]
+    script = tmp_path / "command.py"
+    script.write_text("import sys\nfrom distprune.cli import main\nmain(sys.argv[1:])\n")
+    code, out = run_forked(script, *command, num_ranks=2)
+    assert code == 0 and "576 of 12,880 parameters" in out, out
+
+
+def test_what_is_wrong_is_said_before_weights_are_read(run, made, tmp_path, monkeypatch):
+    model, text = made
+    save_tiny_mixtral(tmp_path / "mixtral")
+    monkeypatch.setattr(language_models, "load_sharded", None)
+    cases = [
+        (2, [model, tmp_path / "out"], "expected shares below 1, one of them above 0"),
+        (2, [model, tmp_path / "out", "--neurons", "0.2"], "in multiples of 128"),
+        (2, [model, tmp_path / "out", "--experts", "0.2"], "changes its experts"),
+        (2, [tmp_path / "mixtral", tmp_path / "out", "--experts", "0.25", "--no-own-text"],
+         "without windows; expected text"),
+        (2, [tmp_path / "mixtral", tmp_path / "out", *NEURONS], "is not what a smaller inter"),
+        (1, [model, tmp_path, *NEURONS], "exists, and is no finished result"),
+        (1, [model, model / "inside", *NEURONS], "is inside the source"),
+        (1, [model, tmp_path / "out", *NEURONS, "--text", text, "--windows", "9999"],
+         "--windows: 9999 windows"),
+    ]  # fmt: skip
+    for code, arguments, message in cases:
+        done = run("shrink", *arguments, "--length", "16", "--device", "cpu")
+        assert done.code == code, (arguments, done.err)
+        assert message in done.err.replace("\n", " "), done.err
+    assert not (tmp_path / "out").exists()
