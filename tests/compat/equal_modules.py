@@ -18,7 +18,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Kind(NamedTuple):
-    """A module that is to be pruned: how to make it of two sizes, its inputs, its parameters."""
+    """A model that is to be pruned: how to make it of two sizes, its inputs, its parameters."""
 
     make: Callable[[int, int], nn.Module]
     inputs: Callable[[int, int], tuple[Tensor, ...]]
@@ -27,6 +27,10 @@ class Kind(NamedTuple):
 
 def _normal(*shape: int) -> tuple[Tensor, ...]:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(0)),)
+
+
+def network(inputs: int = 7, hidden: int = 5) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.LayerNorm(hidden), nn.Linear(hidden, 3))
 
 
 _BOTH = ("weight", "bias")
@@ -62,8 +66,13 @@ KINDS = {
         lambda a, b: _normal(3, 2, 2 * a) * 3,
         ("in_proj_weight", "in_proj_bias"),
     ),
+    "network": Kind(
+        network,
+        lambda a, b: _normal(4, a),
+        ("0.weight", "0.bias", "1.weight", "2.weight", "2.bias"),
+    ),
 }
-KINDS_IN_HALF = ("Linear", "Conv2d", "Embedding", "LayerNorm")
+KINDS_IN_HALF = ("Linear", "Conv2d", "Embedding", "LayerNorm", "network")
 
 
 def distinct(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:

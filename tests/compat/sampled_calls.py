@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from helpers.models import target
+
 STABLE = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -49,16 +51,46 @@ class Step(NamedTuple):
     """One call of one function of the libraries, and whether an optimizer step precedes it."""
 
     function: str
+    names: list[str]
     arguments: dict[str, Any]
     trains_before: bool
 
-    def run(self, library: Any, module: nn.Module, name: str) -> None:
-        weight = getattr(module, name)
-        arguments = {
-            key: value.of(weight) if isinstance(value, (Scores, Mask)) else value
-            for key, value in self.arguments.items()
+    @property
+    def is_global(self) -> bool:
+        return self.function == "global_unstructured"
+
+    def scores(self, model: nn.Module) -> dict[str, Tensor]:
+        """By name; those of a global call are all different, and of every second parameter."""
+        given = self.arguments.get("importance_scores")
+        if given is None:
+            return {}
+        weights = {name: getattr(*target(model, name)) for name in self.names}
+        if not self.is_global:
+            return {name: given.of(weight) for name, weight in weights.items()}
+        scored = list(weights.items())[::2]
+        sizes = [weight.numel() for _, weight in scored]
+        drawn = distinct([sum(sizes)], given.dtype, given.seed).split(sizes)
+        return {
+            name: part.view(weight.shape)
+            for (name, weight), part in zip(scored, drawn, strict=True)
         }
-        getattr(library, self.function)(module, name, **arguments)
+
+    def run(self, library: Any, model: nn.Module) -> None:
+        pairs = [target(model, name) for name in self.names]
+        arguments, scores = dict(self.arguments), self.scores(model)
+        if self.is_global:
+            method = getattr(library, arguments.pop("method"))
+            given = {target(model, name): each for name, each in scores.items()}
+            arguments["importance_scores"] = given or None
+            if method is library.Identity:
+                del arguments["amount"]
+            library.global_unstructured(pairs, method, **arguments)
+            return
+        if scores:
+            (arguments["importance_scores"],) = scores.values()
+        if "mask" in arguments:
+            arguments["mask"] = arguments["mask"].of(getattr(*pairs[0]))
+        getattr(library, self.function)(*pairs[0], **arguments)
 
 
 amounts = st.one_of(
@@ -97,24 +129,38 @@ ARGUMENTS = {
     "custom_from_mask": {"mask": masks},
     "identity": {},
     "remove": {},
+    "global_unstructured": {
+        "amount": amounts,
+        "method": st.sampled_from(
+            ["L1Unstructured"] * 4 + ["RandomUnstructured"] * 2 + ["Identity"]
+        ),
+        "importance_scores": st.none()
+        | st.builds(Scores, st.just(torch.float32), seeds, st.just(True)),
+    },
 }
 OFTEN = ["l1_unstructured", "ln_structured", "random_unstructured", "random_structured"]
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> Step:
-    function = draw(st.one_of(st.sampled_from(OFTEN), st.sampled_from(list(ARGUMENTS))))
-    arguments = {key: draw(value) for key, value in ARGUMENTS[function].items()}
-    return Step(function, arguments, draw(st.booleans()))
-
-
-@st.composite
-def modules(draw: st.DrawFn) -> tuple[nn.Module, str, tuple[Tensor, ...]]:
+def sequences(draw: st.DrawFn) -> tuple[nn.Module, tuple[Tensor, ...], list[Step]]:
+    """A model, its inputs, and calls of functions on its parameters."""
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, *HALF]))
     kind = KINDS[draw(st.sampled_from(KINDS_IN_HALF if dtype in HALF else list(KINDS)))]
     a, b = draw(st.integers(1, 6)), draw(st.integers(1, 6))
-    module = fill_distinct(kind.make(a, b), dtype, draw(seeds))
+    model = fill_distinct(kind.make(a, b), dtype, draw(seeds))
     inputs = [x.to(dtype) if x.is_floating_point() else x for x in kind.inputs(a, b)]
     # One name in twenty is of no parameter.
     name = draw(st.sampled_from([*kind.names * (19 // len(kind.names)), "weights"]))
-    return module, name, tuple(inputs)
+    every = st.sampled_from(list(ARGUMENTS))
+    functions = st.sampled_from(OFTEN) | st.just("global_unstructured") | every
+
+    def step() -> Step:
+        function, names = draw(functions), [name]
+        if function == "global_unstructured":
+            names = draw(st.lists(st.sampled_from([*kind.names, name]), min_size=1, unique=True))
+        arguments = {key: draw(value) for key, value in ARGUMENTS[function].items()}
+        if arguments.get("n") in ("nuc", "other"):
+            arguments["amount"] = 1  # where nothing goes, torch computes norms all the same
+        return Step(function, names, arguments, draw(st.booleans()))
+
+    return model, tuple(inputs), [step() for _ in range(draw(st.integers(1, 4)))]

@@ -28,16 +28,18 @@ from equal_modules import (
     distinct,
     fill_distinct,
     first_output,
+    network,
     on_both,
     twin,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampled_calls import BAD_AMOUNTS, GOOD_AMOUNTS, OFTEN, STABLE, Step, modules, seeds, steps
+from sampled_calls import GOOD_AMOUNTS, OFTEN, STABLE, Step, seeds, sequences
 from torch import Tensor, nn
 
 import distprune
 from helpers.comparisons import bits, snapshot
+from helpers.models import target
 from helpers.sampling import num_examples
 
 
@@ -59,20 +61,20 @@ class Trained:
         return first_output(self.module(*self.inputs)).float().square().sum()
 
 
-@settings(STABLE, max_examples=num_examples(400))
-@given(modules(), st.lists(steps(), min_size=1, max_size=4), seeds)
-def test_the_same_calls_have_the_same_effects(which, sequence, seed):
-    module, name, inputs = which
-    ours = Trained(distprune, twin(module), inputs)
-    theirs = Trained(torch_prune, module, inputs)
-    for position, step in enumerate(sequence):
+@settings(STABLE, max_examples=num_examples(550))
+@given(sequences(), seeds)
+def test_the_same_calls_have_the_same_effects(sequence, seed):
+    model, inputs, steps = sequence
+    ours = Trained(distprune, twin(model), inputs)
+    theirs = Trained(torch_prune, model, inputs)
+    for position, step in enumerate(steps):
         for each in (ours, theirs):
             each.forward(update=step.trains_before)
         before = snapshot(ours.module)
-        has_ties = _has_ties(step, theirs.module, name)
+        has_ties = _has_ties(step, theirs.module)
         raised = on_both(
-            partial(step.run, distprune, ours.module, name),
-            partial(step.run, torch_prune, theirs.module, name),
+            partial(step.run, distprune, ours.module),
+            partial(step.run, torch_prune, theirs.module),
             seed + position,
         )
         if raised is not None:
@@ -80,16 +82,17 @@ def test_the_same_calls_have_the_same_effects(which, sequence, seed):
             assert snapshot(ours.module) == before, f"{step} raised {raised} and changed the module"
             return
         if has_ties:
-            _assert_equal_up_to_ties(step, ours.module, theirs.module, name)
+            _assert_equal_up_to_ties(step, ours.module, theirs.module)
             return
         assert_same_modules(ours.module, theirs.module)
     for update in (True, False):
         for each in (ours, theirs):
             each.forward(update=update)
         assert_same_modules(ours.module, theirs.module)
+    last = step.names[0]
     on_both(
-        lambda: distprune.remove(ours.module, name),
-        lambda: torch_prune.remove(theirs.module, name),
+        lambda: distprune.remove(*target(ours.module, last)),
+        lambda: torch_prune.remove(*target(theirs.module, last)),
         seed,
     )
     assert_same_modules(ours.module, theirs.module)
@@ -98,24 +101,29 @@ def test_the_same_calls_have_the_same_effects(which, sequence, seed):
     assert_same_modules(ours.module, theirs.module)
 
 
-def _has_ties(step: Step, module: nn.Module, name: str) -> bool:
+def _is_by_magnitude(step: Step) -> bool:
+    return "l1_unstructured" in step.function or step.arguments.get("method") == "L1Unstructured"
+
+
+def _has_ties(step: Step, model: nn.Module) -> bool:
     """Whether the step may have to choose between equal scores."""
-    weight = getattr(module, name, None)
-    if weight is None:
+    pairs = [target(model, name) for name in step.names]
+    if not all(hasattr(*pair) for pair in pairs):
         return False
-    mask = getattr(module, name + "_mask", torch.ones_like(weight))
-    given_scores = step.arguments.get("importance_scores")
-    values = (weight if given_scores is None else given_scores.of(weight)).detach()
-    if values.shape != weight.shape:
-        return False
-    if step.function == "random_unstructured":
-        return values.dtype in HALF
-    if step.function == "l1_unstructured":
-        live = values[mask != 0].abs()
-        return live.unique().numel() < live.numel()
-    if step.function == "ln_structured":
-        return _has_close_norms(values, mask, step.arguments["n"], step.arguments["dim"])
-    return False
+    weights = {name: getattr(*pair) for name, pair in zip(step.names, pairs, strict=True)}
+    if "random" in step.function or step.arguments.get("method") == "RandomUnstructured":
+        return any(weight.dtype in HALF for weight in weights.values())
+    live, scores = [], step.scores(model)
+    for (name, weight), (module, key) in zip(weights.items(), pairs, strict=True):
+        mask = getattr(module, key + "_mask", torch.ones_like(weight))
+        values = scores.get(name, weight).detach()
+        if values.shape != weight.shape:
+            return False
+        if step.function == "ln_structured":
+            return _has_close_norms(values, mask, step.arguments["n"], step.arguments["dim"])
+        live.append(values[mask != 0].abs().double())
+    every = torch.cat(live)
+    return _is_by_magnitude(step) and every.unique().numel() < every.numel()
 
 
 def _has_close_norms(values: Tensor, mask: Tensor, n: Any, dim: Any) -> bool:
@@ -132,23 +140,23 @@ def _has_close_norms(values: Tensor, mask: Tensor, n: Any, dim: Any) -> bool:
     return bool((norms.diff() <= error * norms[1:]).any())
 
 
-def _assert_equal_up_to_ties(step: Step, ours: nn.Module, theirs: nn.Module, name: str) -> None:
-    mask, expected = getattr(ours, name + "_mask"), getattr(theirs, name + "_mask")
-    assert mask.dtype == expected.dtype
-    if step.function == "ln_structured":
-        dim = step.arguments["dim"]
-        dead, expected_dead = (
-            int((each.movedim(dim, 0).flatten(1) == 0).all(1).sum()) for each in (mask, expected)
-        )
-        assert dead == expected_dead
-        return
-    assert int((mask == 0).sum()) == int((expected == 0).sum())
-    if step.function == "l1_unstructured":
-        original = getattr(theirs, name + "_orig")
-        given_scores = step.arguments["importance_scores"]
-        values = original if given_scores is None else given_scores.of(original)
-        pruned, expected_pruned = (values[each == 0].abs() for each in (mask, expected))
-        assert torch.equal(pruned.sort().values, expected_pruned.sort().values)
+def _assert_equal_up_to_ties(step: Step, ours: nn.Module, theirs: nn.Module) -> None:
+    scores, gone = step.scores(theirs), ([], [])
+    for name in step.names:
+        masks = [model.get_buffer(name + "_mask") for model in (ours, theirs)]
+        assert masks[0].dtype == masks[1].dtype
+        if step.function == "ln_structured":
+            dim = step.arguments["dim"]
+            channels = [mask.movedim(dim, 0).flatten(1) for mask in masks]
+            dead, expected = (int((each == 0).all(1).sum()) for each in channels)
+            assert dead == expected
+            return
+        values = scores.get(name, theirs.get_parameter(name + "_orig")).detach().double().abs()
+        for each, mask in zip(gone, masks, strict=True):
+            each.append(values[mask == 0])
+    pruned, expected = (torch.cat(each).sort().values for each in gone)
+    assert len(pruned) == len(expected)
+    assert torch.equal(pruned, expected) or not _is_by_magnitude(step)
 
 
 @settings(STABLE, max_examples=num_examples(150))
@@ -256,119 +264,7 @@ def test_a_mask_of_factors_is_multiplied_in(device):
     assert_same_modules(ours, theirs)
 
 
-# global_unstructured of distprune and of torch, alone and mixed with other prunings.
-
-
-PLACES = [(0, "weight"), (0, "bias"), (1, "weight"), (2, "weight"), (2, "bias")]
-
-
-def network(dtype: torch.dtype, seed: int) -> nn.Module:
-    layers = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3))
-    return fill_distinct(layers, dtype, seed)
-
-
-def refresh(model: nn.Module, update: bool) -> None:
-    """A training step, and a forward so that torch ranks the present weights."""
-    dtype = next(model.parameters()).dtype
-    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
-    model.zero_grad()
-    model(x).float().square().sum().backward()
-    if update:
-        torch.optim.SGD(model.parameters(), lr=0.01).step()
-        model(x)
-
-
-methods = st.sampled_from(["L1Unstructured"] * 4 + ["RandomUnstructured"] * 2 + ["Identity"])
-
-
-@settings(STABLE, max_examples=num_examples(150))
-@given(
-    st.sampled_from([torch.float32, torch.float32, torch.float64, *HALF]),
-    st.lists(
-        st.tuples(
-            methods,
-            st.lists(st.sampled_from(PLACES), min_size=1, unique=True),
-            st.sampled_from(GOOD_AMOUNTS * 3 + BAD_AMOUNTS),
-            st.lists(st.sampled_from(PLACES), unique=True),
-            st.booleans(),
-            st.sampled_from([None, None, "l1_unstructured", "random_unstructured"]),
-        ),
-        min_size=1,
-        max_size=3,
-    ),
-    st.integers(0, 10**6),
-)
-def test_the_same_calls_have_the_same_effects_of_global(dtype, calls, seed):
-    theirs = network(dtype, seed)
-    ours = twin(theirs)
-    for method, places, amount, scored, update, local_function in calls:
-        for model in (ours, theirs):
-            refresh(model, update)
-        if local_function is not None and dtype not in HALF:
-            for library, model in ((distprune, ours), (torch_prune, theirs)):
-                torch.manual_seed(seed)
-                getattr(library, local_function)(model[0], "weight", 0.2)
-                refresh(model, update=False)
-        before = snapshot(ours)
-        has_ties = _has_ties_of_global(theirs, places, scored, method)
-
-        run = partial(_prune, method=method, places=places, amount=amount, scored=scored)
-        if not set(scored) <= set(places):
-            # A deliberate difference: torch takes no notice of scores that it does not need.
-            with pytest.raises((ValueError, TypeError)):
-                run(distprune, ours)
-            assert snapshot(ours) == before
-            return
-        raised = on_both(partial(run, distprune, ours), partial(run, torch_prune, theirs), seed)
-        if raised is not None:
-            assert snapshot(ours) == before
-            return
-        if has_ties:
-            assert _num_pruned(ours) == _num_pruned(theirs)
-            return
-        assert_same_modules(ours, theirs)
-    for model in (ours, theirs):
-        refresh(model, update=True)
-        refresh(model, update=True)
-    assert_same_modules(ours, theirs)
-
-
-def _prune(
-    library: Any, model: nn.Module, *, method: str, places: list, amount: Any, scored: list
-) -> None:
-    library.global_unstructured(
-        [(model[i], name) for i, name in places],
-        getattr(library, method),
-        importance_scores=_scores(model, scored),
-        **({} if method == "Identity" else {"amount": amount}),
-    )
-
-
-def _scores(model: nn.Module, places: list[tuple[int, str]]) -> dict | None:
-    if not places:
-        return None
-    return {
-        (model[i], name): distinct(getattr(model[i], name).shape, torch.float32, seed=i)
-        for i, name in places
-    }
-
-
-def _has_ties_of_global(model: nn.Module, places: list, scored: list, method: str) -> bool:
-    dtypes = {getattr(model[i], name).dtype for i, name in places}
-    if method != "L1Unstructured":
-        return bool(dtypes & set(HALF))
-    scores = _scores(model, scored) or {}
-    live = []
-    for i, name in places:
-        values = getattr(model[i], name)
-        mask = getattr(model[i], name + "_mask", torch.ones_like(values))
-        live.append(scores.get((model[i], name), values).detach()[mask != 0].abs().double())
-    every = torch.cat(live)
-    return every.unique().numel() < every.numel()
-
-
-def _num_pruned(model: nn.Module) -> int:
-    return sum(int((buffer == 0).sum()) for buffer in model.buffers())
+# global_unstructured of distprune and of torch.
 
 
 @pytest.mark.parametrize("amount", [0, 7, 0.5, 1.0])
@@ -417,7 +313,7 @@ WRONG = {
 
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
 def test_wrong_calls_raise_the_same(call):
-    theirs = network(torch.float32, seed=0)
+    theirs = fill_distinct(network(), torch.float32, seed=0)
     ours = twin(theirs)
     before = snapshot(ours)
     raised = on_both(lambda: call(distprune, ours), lambda: call(torch_prune, theirs), 0)
@@ -425,8 +321,20 @@ def test_wrong_calls_raise_the_same(call):
     assert snapshot(ours) == before
 
 
+def test_scores_of_other_parameters_are_refused():
+    """A deliberate difference: torch takes no notice of scores that it does not need."""
+    model = network()
+    before = snapshot(model)
+    scores = {(model[2], "weight"): torch.ones(3, 5)}
+    with pytest.raises(ValueError, match="importance_scores"):
+        distprune.global_unstructured(
+            [(model[0], "weight")], distprune.L1Unstructured, scores, amount=1
+        )
+    assert snapshot(model) == before
+
+
 def test_flat_scores_are_accepted(device):
-    theirs = network(torch.float32, seed=0).to(device)
+    theirs = fill_distinct(network(), torch.float32, seed=0).to(device)
     ours = twin(theirs)
     for library, model in ((torch_prune, theirs), (distprune, ours)):
         scores = {(model[0], "weight"): distinct([35], torch.float32, seed=9).to(device)}
@@ -436,7 +344,7 @@ def test_flat_scores_are_accepted(device):
 
 
 def test_hooks_hold_the_chosen_mask():
-    model = network(torch.float32, seed=0)
+    model = fill_distinct(network(), torch.float32, seed=0)
     pairs = [(model[0], "weight"), (model[2], "weight")]
     for amount in (10, 0.5):
         distprune.global_unstructured(pairs, distprune.L1Unstructured, amount=amount)
