@@ -19,16 +19,14 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distprune as prune
-from distprune.base.naming import NamedParameter, unwrap
+from distprune.base.naming import unwrap
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import (
     assert_nothing_wrong,
     assert_nothing_wrong_on,
-    changes,
     other_errors,
     outcome,
-    snapshot,
     wrong_masks,
 )
 from helpers.models import EVEN, Net, fill, seeded, target
@@ -536,46 +534,33 @@ def test_nan_among_the_pruned_elements_is_no_error(wrapping):
 # Replicas that differ are detected, however their differences are arranged.
 
 
-NAMES_OF_REPLICAS = ["l1.weight", "l2.weight", "l3.weight"]
-SECONDS_OF_REPLICAS = 40
+def prune_all(model: nn.Module, **arguments) -> None:
+    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5, **arguments)
 
 
-def wrong_unless_told(model: nn.Module, call, *, text: str, kind: type = ValueError) -> list[str]:
-    """What is wrong if a call does not raise this, or changes anything."""
-    before, wrong = snapshot(model), []
-    try:
-        call()
-        wrong.append("nothing was raised")
-    except Exception as error:
-        if not isinstance(error, kind) or text not in str(error):
-            wrong.append(f"{type(error).__name__}: {error}")
-    return wrong + changes(before, snapshot(model))
-
-
-def prune_all(model: nn.Module, method=prune.L1Unstructured, **arguments) -> None:
-    targets = [target(wrappings.unwrapped(model), name) for name in NAMES_OF_REPLICAS]
-    prune.global_unstructured(targets, method, **({"amount": 0.5} | arguments))
+def not_refused(model: nn.Module, text: str, **arguments) -> list[str]:
+    found = outcome(model, lambda: prune_all(model, **arguments))
+    return other_errors([found], "ValueError", text)
 
 
 @torch.no_grad()
 def wrong_with_opposite_differences(wrapping: str) -> list[str]:
     """Rank 1 has w + d and rank 2 has w - d, as integers of the bits."""
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = net(wrapping)
     weight = wrappings.unwrapped(model).l1.weight
     weight.view(torch.int32)[0, 0] += (0, 1, -1)[dist.get_rank()]
-    return wrong_unless_told(model, lambda: prune_all(model), text="replicas")
+    return not_refused(model, "replicas")
 
 
 @pytest.mark.parametrize("wrapping", ["plain-3", "ddp-3"])
 def test_opposite_differences(wrapping):
-    per_rank = run_ranks(wrong_with_opposite_differences, 3, wrapping, timeout=SECONDS_OF_REPLICAS)
-    assert_nothing_wrong(per_rank)
+    assert_nothing_wrong_on(wrapping, wrong_with_opposite_differences)
 
 
 @torch.no_grad()
-def wrong_with_exchanged_shards(what: str) -> list[str]:
+def wrong_with_exchanged_shards(wrapping: str, what: str) -> list[str]:
     """The second replica of an HSDP model has the right numbers, on the wrong one of its ranks."""
-    model = wrappings.wrap(fill(Net(EVEN), "normal", "float32"), "hsdp-2x2")
+    model = wrappings.wrap(fill(Net(EVEN), "normal", "float32"), wrapping)
     if what != "values":
         prune.l1_unstructured(model.l1, "weight", 0.4)
     parameter = model.l1.weight
@@ -587,14 +572,12 @@ def wrong_with_exchanged_shards(what: str) -> list[str]:
         local.view(-1)[7] = place != is_second
     elif is_second:
         local.copy_(shards[1 - place])
-    return wrong_unless_told(model, lambda: prune_all(model), text="replicas")
+    return not_refused(model, "replicas")
 
 
 @pytest.mark.parametrize("what", ["values", "masks", "two bits"])
 def test_a_replica_with_exchanged_shards(what):
-    assert_nothing_wrong(
-        run_ranks(wrong_with_exchanged_shards, 4, what, timeout=SECONDS_OF_REPLICAS)
-    )
+    assert_nothing_wrong_on("hsdp-2x2", wrong_with_exchanged_shards, what)
 
 
 @torch.no_grad()
@@ -602,20 +585,15 @@ def wrong_with_permuted_experts() -> list[str]:
     """Two experts of one name; the rows of one are those of the other in another order."""
     rank = dist.get_rank()
     meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
-    expert = nn.Linear(8, 6, bias=False)
+    expert = nn.ModuleDict({"expert": nn.Linear(8, 6, bias=False)})
     rows = torch.arange(48.0).view(6, 8) + 1
-    expert.weight.copy_(rows if rank < 2 else torch.cat([rows[3:], rows[:3]]))
-    fully_shard(expert, mesh=meshes[rank // 2])
-    pairs = [NamedParameter(expert, "weight", "expert.weight")]
-
-    def call() -> None:
-        prune.global_unstructured(pairs, prune.L1Unstructured, amount=5, pipeline_parallel=True)
-
-    return wrong_unless_told(expert, call, text="expert.weight")
+    expert["expert"].weight.copy_(rows if rank < 2 else torch.cat([rows[3:], rows[:3]]))
+    fully_shard(expert["expert"], mesh=meshes[rank // 2])
+    return not_refused(expert, "expert.weight", pipeline_parallel=True)
 
 
 def test_experts_that_are_permutations_of_each_other():
-    assert_nothing_wrong(run_ranks(wrong_with_permuted_experts, 4, timeout=SECONDS_OF_REPLICAS))
+    assert_nothing_wrong(run_ranks(wrong_with_permuted_experts, 4))
 
 
 # What is not supported is refused by name, on every rank, before anything changes.
@@ -623,10 +601,6 @@ def test_experts_that_are_permutations_of_each_other():
 
 def net(wrapping: str, **options) -> nn.Module:
     return wrappings.wrap(fill(Net(), "normal", "float32"), wrapping, **options)
-
-
-def prune_all_of_refusals(model: nn.Module, **arguments) -> None:
-    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5, **arguments)
 
 
 def prune_one(model: nn.Module) -> None:
@@ -646,7 +620,7 @@ def partial_placement(call):
 def scores_on_other_placements():
     model = net("fsdp2-2")
     scores = distribute_tensor(torch.ones(10, 6), model.l1.weight.device_mesh, [Shard(1)])
-    return model, partial(prune_all_of_refusals, importance_scores={(model.l1, "weight"): scores})
+    return model, partial(prune_all, importance_scores={(model.l1, "weight"): scores})
 
 
 def fsdp1(case: str, use_orig_params: bool = True, single: bool = True):
@@ -687,7 +661,7 @@ def group_without_all_shards(wrapping: str, groups: list):
     """A part of the shards cannot know which elements are the lowest of the parameter."""
     made = [dist.new_group(ranks) for ranks in groups]  # on every rank, all of them
     group = next(g for g, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
-    return net(wrapping), partial(prune_all_of_refusals, group=group)
+    return net(wrapping), partial(prune_all, group=group)
 
 
 ORDER = "ranks do not ascend"
@@ -703,7 +677,7 @@ WAYS_OUT = {"NO_SHARD": "DistributedDataParallel", "summoned": "outside of that 
 PLACEMENT = r"weight(.|\n)*(Partial|P\(sum\))"
 CASES = [  # number of ranks, how the model is made, the error
     (2, partial(partial_placement, prune_one), PLACEMENT),
-    (2, partial(partial_placement, prune_all_of_refusals), PLACEMENT),
+    (2, partial(partial_placement, prune_all), PLACEMENT),
     (2, scores_on_other_placements, r"weight(.|\n)*Shard\(dim=1\)", "ValueError"),
     (2, partial(fsdp1, "without its wrapper"), "whose wrapper is gone"),
     *(
@@ -715,7 +689,7 @@ CASES = [  # number of ranks, how the model is made, the error
     *(
         (torch.tensor(ranks).numel(), partial(out_of_order, kind, ranks, call), ORDER)
         for kind, ranks in MESHES.values()
-        for call in (prune_one, prune_all_of_refusals)
+        for call in (prune_one, prune_all)
     ),
 ]
 GROUPS = [
@@ -753,7 +727,7 @@ def test_every_rank_refuses_and_nothing_changes(size):
 def wrong_on_ascending_lines(ranks: list, first: set) -> list[str]:
     """HSDP whose shards lie on ascending ranks; only the replicas are listed in another order."""
     model, full = on_a_mesh("fsdp2", ranks), seeded(Net((6, 12, 6, 12)))
-    prune_all_of_refusals(model)
+    prune_all(model)
     layers = dict(model.named_children())
     keeps = reference.prune([full.get_submodule(path).weight for path in layers], 0.5)
     wrong = []

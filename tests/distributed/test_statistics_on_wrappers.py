@@ -82,8 +82,8 @@ def images_of(part: int) -> Tensor:
 class Side:
     """A net, its parameters, and the batches that it sees: of a rank, or whole in one process."""
 
-    def __init__(self, model: nn.Module, batches: list, group=None) -> None:
-        self.model, self.batches, self.group = model, batches, group
+    def __init__(self, model: nn.Module, batches: list, group=None, **options) -> None:
+        self.model, self.batches, self.options = model, batches, {"group": group, **options}
         names = ("weight", "gate_up_proj", "down_proj")
         # Among them the l1 before the experts.
         self.pairs = prune.select(wrappings.unwrapped(model), names=names, everything=True)
@@ -98,16 +98,15 @@ class Side:
                     self.model(x)
 
     def statistics(self, kind: type, is_masked: bool = False) -> ActivationStatistics:
-        statistics = kind(self.pairs, group=self.group)
+        statistics = kind(self.pairs, **self.options)
         self.collect(statistics, is_masked)
         return statistics
 
-    def prune(self, scores: dict, amount: float = 0.3) -> list[int]:
-        pairs = list(scores)
+    def prune(self, scores: dict, amount: float = 0.3) -> dict[str, int]:
         report = prune.global_unstructured(
-            pairs, prune.L1Unstructured, scores, amount=amount, group=self.group
+            list(scores), prune.L1Unstructured, scores, amount=amount, **self.options
         )
-        return [entry.num_pruned for entry in report.parameters]
+        return {entry.name: entry.num_pruned for entry in report.parameters}
 
 
 def sides_of(wrapping: str, net: str, dtype: torch.dtype = torch.float32) -> tuple:
@@ -140,19 +139,19 @@ def totals_of(statistics: ActivationStatistics) -> dict:
 
 
 def facts_of(side: Side, statistics: ActivationStatistics, path: str | None) -> dict:
-    """What is made of statistics, to be compared with ==; at the end side is pruned."""
+    """What is made of statistics by parameter, to be compared with ==; then side is pruned."""
     facts = {"totals": totals_of(statistics)}
     for name in ("wanda", "stade", "ria"):
         scores = getattr(statistics, name)()
         facts[name] = {pair.fqn: factors.checksum() for pair, factors in scores.items()}
     for per in ("parameter", "block"):
         ratios = statistics.outlier_ratios(threshold_multiple=1.5, per=per)
-        facts[f"outliers by {per}"] = list(ratios.values())
+        facts[f"outliers by {per}"] = {pair.fqn: ratio for pair, ratio in ratios.items()}
     if isinstance(statistics, GramMatrices):
         facts["matrices"] = {pair.fqn: statistics.matrix(*pair).tolist() for pair in side.pairs}
     if path is not None:
         statistics.save(path)
-        loaded = ActivationStatistics.load(path, side.pairs, group=side.group)
+        loaded = ActivationStatistics.load(path, side.pairs, **side.options)
         with open(path, "rb") as file:
             facts["file"] = file.read()
         dist.barrier()  # the next side writes it again
@@ -208,7 +207,7 @@ def test_everything_is_that_of_one_process(wrapping, tmp_path):
 
 def block_after_block(side: Side, names: list[str]) -> tuple[ActivationStatistics, list, list]:
     """Each block is pruned by the inputs that the blocks before it give, pruned already."""
-    statistics, seen = ActivationStatistics(side.pairs, group=side.group), []
+    statistics, seen = ActivationStatistics(side.pairs, **side.options), []
 
     def prune_block(pairs):
         seen.append([pair.fqn for pair in pairs])
@@ -538,9 +537,6 @@ def test_inputs_on_a_mesh_of_two_axes():
 # Ranks that hold different parameters (stages, experts), and errors of one rank.
 
 
-NAMES = ["l1.weight", "l2.weight", "l3.weight"]
-
-
 class Stage(nn.Module):
     """Some of the layers of an IntegerNet, under their names in the whole model."""
 
@@ -555,53 +551,26 @@ class Stage(nn.Module):
         return x
 
 
-def data_of(part: int) -> Tensor:
-    generator = torch.Generator().manual_seed(part)
-    return torch.randint(-1, 2, (3 + part, 6), generator=generator).float()
-
-
-def collected(model: nn.Module, *data: Tensor, **options) -> ActivationStatistics:
-    statistics = ActivationStatistics(prune.select(model), **options)
-    with statistics.collecting():
-        for x in data:
-            model(x)
-    return statistics
-
-
-def facts_of_stages(statistics: ActivationStatistics, **options) -> dict[str, dict]:
-    """By parameter: sums, scores, outlier ratios, and the masks of a pruning."""
-    facts = {"totals": totals_of(statistics)}
-    for name in ("wanda", "ria", "stade"):
-        scores = getattr(statistics, name)()
-        facts[name] = {pair.fqn: factors.checksum() for pair, factors in scores.items()}
-    facts["outliers"] = {pair.fqn: ratio for pair, ratio in statistics.outlier_ratios().items()}
-    pairs, scores = list(statistics.totals()), statistics.wanda()
-    prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=0.5, **options)
-    facts["masks"] = {pair.fqn: pair[0].weight_mask.tolist() for pair in pairs}
-    return facts
-
-
 def wrong_on_stages(folder: str) -> list[str]:
     """Two stages, each on two data-parallel ranks: sums, scores, masks and file of one process."""
-    stage_number, part = divmod(dist.get_rank(), 2)
-    alone = dist.new_subgroups(1)[0]
-    net, whole = (integer_net((6, 10, 5, 3), largest=2) for _ in range(2))
-    stage = Stage(net, [["l1"], ["l2", "l3"]][stage_number])
-    x = torch.relu(net.l1(data_of(part))) if stage_number else data_of(part)
-    statistics = collected(stage, x, pipeline_parallel=True)
-    path = os.path.join(folder, "statistics.safetensors")
-    statistics.save(path)
-    single = collected(whole, data_of(0), data_of(1), group=alone)
-    loaded = ActivationStatistics.load(path, prune.select(whole), group=alone)
-    wrong = [] if totals_of(loaded) == totals_of(single) else ["the file"]
-    if set(statistics.num_tokens()) != set(NAMES):
-        wrong.append(f"names {list(statistics.num_tokens())}")
-    again = ActivationStatistics.load(path, prune.select(stage), pipeline_parallel=True)
-    right = facts_of_stages(single, group=alone)
-    for what, mine in facts_of_stages(again, pipeline_parallel=True).items():
-        if not mine or mine != {name: right[what][name] for name in mine}:
-            wrong.append(f"{what}: {mine}, not {right[what]}")
-    return wrong
+    number, part = divmod(dist.get_rank(), 2)
+    net, whole_net = (integer_net((6, 10, 5, 3), largest=2) for _ in range(2))
+    data = [rows_of(of_part, 6, torch.float32, False) for of_part in range(2)]
+    mine = [(torch.relu(net.l1(x)) if number else x, None) for x, _ in data[part]]
+    stage = Side(Stage(net, [["l1"], ["l2", "l3"]][number]), mine, pipeline_parallel=True)
+    whole = Side(whole_net, data[0] + data[1], dist.new_subgroups(1)[0])
+    statistics = stage.statistics(SUM)
+    wrong = [] if set(statistics.num_tokens()) == set(WEIGHTS) else [f"{statistics.num_tokens()}"]
+    right = facts_of(whole, whole.statistics(SUM), f"{folder}/{dist.get_rank()}")
+    for what, found in facts_of(stage, statistics, f"{folder}/together").items():
+        expected = right[what]
+        if isinstance(found, dict):
+            expected = {name: expected[name] for name in found}
+        if not found or found != expected:
+            wrong.append(f"{what}: {found}, not {expected}")
+    keeps = dict(whole_net.named_buffers())
+    masks = dict(stage.model.named_buffers())
+    return wrong + [name for name, mask in masks.items() if not torch.equal(mask, keeps[name])]
 
 
 def test_pipeline_stages_have_the_statistics_of_the_whole_model():
@@ -668,9 +637,8 @@ def errors_on_ranks(folder: str) -> list[str]:
         if rank:
             model(torch.full((2, 6), float("nan")))
     attempt(statistics.wanda)
-    statistics = ActivationStatistics(prune.select(model))
-    with statistics.collecting():
-        model(data_of(rank))
+    data = rows_of(rank, 6, torch.float32, False)
+    statistics = Side(model, data).statistics(SUM)
     path = os.path.join(folder if rank else os.devnull, "a.safetensors")
     attempt(lambda: statistics.save(path))
     attempt(
@@ -679,7 +647,7 @@ def errors_on_ranks(folder: str) -> list[str]:
     alone = dist.new_subgroups(1)[0]
     with tempfile.TemporaryDirectory() as own:
         path = os.path.join(own, "a.safetensors")
-        collected(model, data_of(rank), group=alone).save(path)
+        Side(model, data, alone).statistics(SUM).save(path)
         attempt(lambda: ActivationStatistics.load(path, prune.select(model)))
     assert not any(module._forward_pre_hooks for module in model.modules())
     return texts
