@@ -1,6 +1,7 @@
 """Pruning sends kilobytes; a pruned model sends what the dense one sends and keeps no more."""
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
-from helpers.models import EVEN_HIDDEN, Net, fill, seeded, target
+from helpers.models import EVEN_HIDDEN, Net, fill, seeded
 
 
 def prune_weights(model: nn.Module, amount: float = 0.5, weights: bool = True):
@@ -123,32 +124,42 @@ class WithBatchNorm(nn.Module):
         return self.norm(self.linear(x))
 
 
-def traffic_of_batch_norm(pruned: str, forward_first: bool) -> tuple[int, int]:
-    """Bytes broadcast by the second and the third forward."""
+def broadcast_sizes(pruned: str, forward_first: bool, is_compiled: bool) -> list[int]:
+    """Bytes that DDP broadcasts at each of three forwards."""
     model = seeded(WithBatchNorm())
+    linear = [(model.linear, "weight")]
     if pruned == "before wrapping":
-        prune.global_unstructured([(model.linear, "weight")], prune.L1Unstructured, amount=0.5)
+        prune.global_unstructured(linear, prune.L1Unstructured, amount=0.5)
     model = DistributedDataParallel(model)
     if forward_first:
         model(torch.randn(4, 6)).sum().backward()
     if pruned == "after wrapping":
-        linear = model.module.linear
-        prune.global_unstructured([(linear, "weight")], prune.L1Unstructured, amount=0.5)
-    sizes = []
-    for _ in range(3):
-        with Traffic() as traffic:
-            out = model(torch.randn(4, 6))
-        out.sum().backward()
-        sizes.append(sum(size for name, size in traffic.calls if "broadcast" in name))
-    return sizes[1], sizes[2]
+        prune.global_unstructured(linear, prune.L1Unstructured, amount=0.5)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="eager") if is_compiled else model
+    sizes, broadcast = [], dist._broadcast_coalesced
+
+    @torch.compiler.disable
+    def count(group, tensors, *arguments):
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+        return broadcast(group, tensors, *arguments)
+
+    with mock.patch.object(dist, "_broadcast_coalesced", count):
+        for _ in range(3):
+            run(torch.randn(4, 6)).sum().backward()
+    torch._dynamo.reset()
+    return sizes
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("forward_first", [False, True])
 @pytest.mark.parametrize("pruned", ["after wrapping", "before wrapping"])
-def test_ddp_does_not_broadcast_masks_at_each_forward(pruned, forward_first):
-    dense = run_ranks(traffic_of_batch_norm, 2, "no", forward_first)
-    assert min(dense[0]) >= 2 * 50 * 4  # the statistics do travel, and are seen here
-    assert run_ranks(traffic_of_batch_norm, 2, pruned, forward_first) == dense
+def test_ddp_does_not_broadcast_masks_at_each_forward(pruned, forward_first, is_compiled):
+    dense = run_ranks(broadcast_sizes, 2, "no", forward_first, is_compiled)
+    assert len(dense[0]) == 3 and min(dense[0]) >= 2 * 50 * 4  # the statistics do travel
+    found = run_ranks(broadcast_sizes, 2, pruned, forward_first, is_compiled)
+    for before, after in zip(dense, found, strict=True):
+        assert after[1:] == before[1:]  # the first forward tells DDP
 
 
 def kept_between_forward_and_backward(wrapping: str, pruned: bool, bf16: bool) -> int:
@@ -216,8 +227,7 @@ class Kernels(TorchDispatchMode):
 def kernels_of_forward(wrapping: str, is_pruned: bool) -> dict[str, int]:
     model = wrappings.wrap(fill(Net(SIZES), "normal", "float32"), wrapping)
     if is_pruned:
-        layers = [target(wrappings.unwrapped(model), f"l{i}.weight") for i in (1, 2, 3)]
-        prune.global_unstructured(layers, prune.L1Unstructured, amount=0.5)
+        prune_weights(model)
     x = torch.ones(4, 8)
     model(x).sum().backward()  # the first one sets wrappers up
     with Kernels() as kernels:
@@ -252,11 +262,10 @@ def graphs(wrapping: str) -> list[tuple[str, int, list[int]]]:
         counters.clear()
         model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
         compiled = torch.compile(model, backend="eager")
-        layers = [target(wrappings.unwrapped(model), f"l{i}.weight") for i in (1, 2, 3)]
         num_graphs = []
         for step in range(NUM_PRUNINGS):
             if how == "pruned again" or (how == "pruned" and step == 0):
-                prune.global_unstructured(layers, prune.L1Unstructured, amount=0.2)
+                prune_weights(model, 0.2)
             compiled(torch.ones(4, 6)).square().mean().backward()
             num_graphs.append(counters["stats"]["unique_graphs"])
         results.append((how, sum(counters["graph_break"].values()), num_graphs))
@@ -272,35 +281,3 @@ def test_no_graph_breaks_are_added(wrapping):
         # Compiled once more for the second pruning, whose hook is of another class, and no more.
         assert again[2][-1] <= 2 * dense[2][-1]
         assert again[2][1:] == [again[2][1]] * (NUM_PRUNINGS - 1)
-
-
-def bytes_of_buffers(pruned: bool) -> list[int]:
-    """What compiled DDP broadcasts at each forward."""
-    model = nn.parallel.DistributedDataParallel(seeded(WithBatchNorm()))
-    if pruned:
-        linear = model.module.linear
-        prune.global_unstructured([(linear, "weight")], prune.L1Unstructured, amount=0.5)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager")
-    sizes, broadcast = [], dist._broadcast_coalesced
-
-    @torch.compiler.disable
-    def count(group, tensors, *arguments):
-        sizes.append(sum(tensor.nbytes for tensor in tensors))
-        return broadcast(group, tensors, *arguments)
-
-    dist._broadcast_coalesced = count
-    try:
-        for _ in range(3):
-            compiled(torch.randn(4, 6)).sum().backward()
-    finally:
-        dist._broadcast_coalesced = broadcast
-        torch._dynamo.reset()
-    return sizes
-
-
-def test_compiled_ddp_does_not_broadcast_masks():
-    dense, pruned = (run_ranks(bytes_of_buffers, 2, each) for each in (False, True))
-    assert len(dense[0]) == 3 and min(dense[0]) >= 2 * 50 * 4
-    for before, after in zip(dense, pruned, strict=True):
-        assert after[1:] == before[1:]  # the first forward tells DDP

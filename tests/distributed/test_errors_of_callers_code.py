@@ -68,16 +68,8 @@ class Case:
         return prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.25, **arguments)
 
 
-def rank_batches(case: Case) -> None:
-    criterion = Fisher(case.pairs, unit="rank_batch")
-    with criterion.calibrating():
-        for batch in case.loader():
-            with criterion.batch():
-                case.backward(batch)
-
-
-def global_batches(case: Case) -> None:
-    criterion = Fisher(case.pairs, unit="global_batch")
+def batches_of_fisher(case: Case, unit: str) -> None:
+    criterion = Fisher(case.pairs, unit=unit)
     with criterion.calibrating():
         for batch in case.loader():
             with criterion.batch():
@@ -222,8 +214,12 @@ def progress_of_files(case: Case) -> None:
 
 
 CASES = {
-    "Fisher.calibrating, rank_batch": (rank_batches, ["plain-2", "ddp-2", "fsdp2-2"]),
-    "Fisher.calibrating, global_batch": (global_batches, ["ddp-2", "fsdp2-2"]),
+    "Fisher.calibrating, rank_batch": (
+        partial(batches_of_fisher, unit="rank_batch"), ["plain-2", "ddp-2", "fsdp2-2"]
+    ),
+    "Fisher.calibrating, global_batch": (
+        partial(batches_of_fisher, unit="global_batch"), ["ddp-2", "fsdp2-2"]
+    ),
     "SNIP, non_finite": (skipping_criterion, ["ddp-2"]),
     "collecting": (collected_inputs, ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2"]),
     "several contexts": (several_contexts, ["plain-2"]),
@@ -234,14 +230,13 @@ CASES = {
     **{name: (call, ["plain-2"]) for name, call in ITERABLES.items()},
     **{
         f"{function}, step {step}": (
-            partial(progress, function=function, failing=step),
-            ["plain-2"],
+            partial(progress, function=function, failing=step), ["plain-2"],
         )
         for function in ("calibrate", "perplexity")
         for step in (2, 3)
     },
     "prune_checkpoint, progress": (progress_of_files, ["plain-2"]),
-}
+}  # fmt: skip
 
 
 def outcome(name: str, wrapping: str) -> tuple[str, str, int]:

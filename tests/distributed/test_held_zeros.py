@@ -129,8 +129,7 @@ def written(wrapping: str) -> list[str]:
     wrong += ["not zero after dcp.load and a forward"] * case.dirty()
     for (module, _), keep in zip(case.places, prune.get_masks(case.places), strict=True):
         layer = case.dense.get_submodule("l1" if module is case.places[0][0] else "l2")
-        whole = keep.full_tensor() if hasattr(keep, "full_tensor") else keep
-        layer.weight.data.mul_(whole)
+        layer.weight.data.mul_(wrappings.whole(keep))
     if not torch.allclose(out, case.dense(case.x), atol=1e-5):
         wrong.append("the forward is not that of the loaded weights with zeros")
     return wrong

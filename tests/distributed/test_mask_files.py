@@ -281,8 +281,7 @@ def pruned() -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, object]]:
 def other_masks(model: nn.Module, masks: dict[str, torch.Tensor], names=NAMES) -> list[str]:
     wrong = []
     for name in names:
-        held = target(model, name)[0].weight_mask
-        held = held.full_tensor() if hasattr(held, "full_tensor") else held
+        held = wrappings.whole(target(model, name)[0].weight_mask)
         wrong += [] if torch.equal(held.bool(), masks[name].bool()) else [f"{name}: another mask"]
     return wrong
 

@@ -14,6 +14,7 @@ import distprune as prune
 from distprune.testing import run_ranks
 from helpers.comparisons import raised
 from helpers.tiny_transformers import save_tiny
+from helpers.wrappings import whole
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,10 +51,6 @@ def logits_of(model):
     tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         return model(input_ids=tokens).logits
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def different_from_transformers(folder, wrap, mesh, dtype):

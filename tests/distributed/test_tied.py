@@ -109,9 +109,7 @@ def under_any_name(wrapping: str, listed: str, scored: str) -> list[str]:
     inner = wrappings.unwrapped(model)
     pair, key = (getattr(inner, listed), "weight"), (getattr(inner, scored), "weight")
     prune.global_unstructured([pair], prune.L1Unstructured, {key: scores}, amount=10)
-    mask = getattr(inner, listed).weight_mask
-    if hasattr(mask, "full_tensor"):
-        mask = mask.full_tensor()
+    mask = wrappings.whole(getattr(inner, listed).weight_mask)
     return [] if torch.equal(mask.bool(), keep) else [f"{mask}, not {keep}"]
 
 

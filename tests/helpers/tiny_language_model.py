@@ -52,6 +52,13 @@ def write_text(path, num_words, *, seed=0):
     return path
 
 
+def windows_of(folder, limit, length=16):
+    """The first windows of "text.txt" in a folder."""
+    from distprune.language_models import read_windows
+
+    return read_windows(tiny_tokenizer(), folder / "text.txt", length, limit=limit)
+
+
 def save_tiny_llama(folder, **changes):
     """Write a folder with a Llama and its tokenizer, as the Hugging Face hub has them."""
     tiny_llama(**changes).save_pretrained(folder)

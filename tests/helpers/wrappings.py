@@ -146,6 +146,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor of all ranks that hold parts of it. Collective."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def is_sharded(wrapping: str, name: str) -> bool:
     """Whether zeros are held in a parameter of a Net: tensor parallelism leaves l3 plain."""
     kind = kind_of(wrapping)

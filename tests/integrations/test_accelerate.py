@@ -14,7 +14,6 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distprune as prune
@@ -22,6 +21,7 @@ from distprune import criteria
 from distprune.integrations.accelerate import check_wrapping, load_state, register_pruning
 from distprune.schedule import Cubic, ScheduledPruner
 from distprune.testing import run_ranks
+from helpers.wrappings import whole
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "accelerate"
 
@@ -204,8 +204,7 @@ class Run:
 
     def state(self):
         state = {name.removeprefix("module."): t for name, t in self.model.state_dict().items()}
-        whole = {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in state.items()}
-        return {key: tensor.clone() for key, tensor in whole.items()}
+        return {key: whole(tensor).clone() for key, tensor in state.items()}
 
 
 def make_accelerator(wrapping) -> Accelerator:

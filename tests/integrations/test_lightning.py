@@ -18,7 +18,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distprune as prune
@@ -26,6 +25,7 @@ from distprune import criteria
 from distprune.integrations.lightning import PruningCallback
 from distprune.schedule import Cubic, OneShot
 from distprune.testing import run_ranks
+from helpers.wrappings import whole
 
 SCHEDULE = Cubic(begin=1, end=7, frequency=2, final_sparsity=0.8)
 TAYLOR = functools.partial(criteria.Taylor, unit="global_batch")
@@ -139,10 +139,6 @@ class SaveAt(pl.Callback):
             trainer.should_stop = self.stops
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def final_state(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
     """The whole parameters, by name, after the zeros were made permanent."""
     model = trainer.strategy.model
@@ -153,7 +149,7 @@ def final_state(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
             return {key: value.clone() for key, value in model.state_dict().items()}
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    return {key: whole(value).detach().clone() for key, value in model.state_dict().items()}
+    return {key: whole(value).clone() for key, value in model.state_dict().items()}
 
 
 def assert_equal(one, other):

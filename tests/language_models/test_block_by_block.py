@@ -1,5 +1,6 @@
 """Pruning block after block: each by the inputs that the pruned blocks before it give."""
 
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -13,14 +14,20 @@ from distprune.statistics import ActivationStatistics, GramMatrices, prune_seque
 from distprune.testing import run_ranks
 from helpers.models import target
 from helpers.sampling import every
-from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, tiny_llama, write_text
+from helpers.tiny_language_model import (
+    save_tiny_llama,
+    save_tiny_mixtral,
+    tiny_llama,
+    windows_of,
+    write_text,
+)
+from helpers.wrappings import whole
 
 
 def prune_blocks(folder, wrap, name="llama"):
     """Statistics of each parameter, and its mask, after all blocks are pruned."""
     model = language_models.load_sharded(folder / name, wrap=wrap)
-    tokenizer = language_models.load_tokenizer(folder / name)
-    windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=5)
+    windows = windows_of(folder, 5)
     parameters = language_models.linear_layers(model)
     statistics = ActivationStatistics(parameters)
 
@@ -46,37 +53,34 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", every(2, ["fsdp2", "ddp"]))
-def test_ranks_with_unequal_numbers_of_windows_have_the_statistics_of_one_process(folder, wrap):
-    """2 ranks share 5 windows: in the last step one of them runs a window that does not count."""
-    num_blocks, tokens, squares, zeros = prune_blocks(folder, "none")
-    assert num_blocks == 2 and set(tokens.values()) == {5 * 16}
-    for found in run_ranks(prune_blocks, 2, folder, wrap):
-        assert found[0] == num_blocks and found[1] == tokens and found[3] == zeros
-        for name, expected in squares.items():
-            torch.testing.assert_close(found[2][name], expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no token came to")
-@pytest.mark.parametrize("wrap", every(2, ["fsdp2", "ddp"], start=1))
-def test_fused_experts_are_pruned_by_the_tokens_that_came_to_them(folder, wrap):
-    _, tokens, squares, zeros = prune_blocks(folder, "none", "mixtral")
-    fused = [name for name in tokens if "experts" in name]
-    assert len(fused) == 4 and all(sum(tokens[name]) == 2 * 5 * 16 for name in fused)
+@pytest.mark.parametrize(
+    ("name", "wrap"), every(3, list(product(["llama", "mixtral"], ["fsdp2", "ddp"])))
+)
+def test_ranks_with_unequal_numbers_of_windows_have_the_statistics_of_one_process(
+    folder, name, wrap
+):
+    """2 ranks share 5 windows: in the last step one of them runs a window that does not count.
+
+    Fused experts are pruned by the tokens that came to them.
+    """
+    num_blocks, tokens, squares, zeros = prune_blocks(folder, "none", name)
+    fused = [each for each in tokens if "experts" in each]
+    assert num_blocks == 2 and len(fused) == 4 * (name == "mixtral")
+    assert all(sum(tokens[each]) == 2 * 5 * 16 for each in fused)
+    assert {tokens[each] for each in tokens if each not in fused} == {5 * 16}
     halves = {"gate_up_proj": 4 * 48 * 16 // 2, "down_proj": 4 * 16 * 24 // 2}
-    assert all(zeros[name] == halves[name.rpartition(".")[2]] for name in fused)
-    for found in run_ranks(prune_blocks, 2, folder, wrap, "mixtral"):
-        assert found[1] == tokens and found[3] == zeros
-        for name, expected in squares.items():
-            torch.testing.assert_close(found[2][name], expected, rtol=1e-6, atol=1e-9)
+    assert all(zeros[each] == halves[each.rpartition(".")[2]] for each in fused)
+    for found in run_ranks(prune_blocks, 2, folder, wrap, name):
+        assert found[0] == num_blocks and found[1] == tokens and found[3] == zeros
+        for each, expected in squares.items():
+            torch.testing.assert_close(found[2][each], expected, rtol=1e-6, atol=1e-9)
 
 
 def test_later_blocks_see_what_pruned_ones_give(folder):
     """The first block's inputs are those of the dense model, the second's are not."""
     model = tiny_llama()
-    tokenizer = language_models.load_tokenizer(folder / "llama")
-    windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=5)
+    windows = windows_of(folder, 5)
     dense = ActivationStatistics(language_models.linear_layers(model))
     language_models.calibrate(model, windows, dense)
     _, _, squares, _ = prune_blocks(folder, "none")
@@ -91,8 +95,7 @@ def test_later_blocks_see_what_pruned_ones_give(folder):
 def update_blocks(folder, wrap, name, is_chain=True):
     """Losses of the layers before and after least squares, and weights, block after block."""
     model = language_models.load_sharded(folder / name, wrap=wrap)
-    tokenizer = language_models.load_tokenizer(folder / name)
-    windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=5)
+    windows = windows_of(folder, 5)
     grams = GramMatrices(language_models.linear_layers(model), allow_empty="*")
 
     def prune_block(of_block):
@@ -125,8 +128,7 @@ def _weight(model, name):
     """The whole weight, with its zeros."""
     module, key = target(getattr(model, "module", model), name)
     parameters = module._parameters
-    value = parameters.get(f"{key}_orig", parameters.get(key)).detach()
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole(parameters.get(f"{key}_orig", parameters.get(key)))
 
 
 @pytest.mark.filterwarnings("ignore:no token came to")
@@ -153,8 +155,7 @@ def test_updated_weights_on_ranks_are_those_of_one_process(folder, wrap):
 
 def test_layers_that_do_not_run_one_by_one_are_refused(folder):
     model = tiny_llama()
-    tokenizer = language_models.load_tokenizer(folder / "llama")
-    windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=2)
+    windows = windows_of(folder, 2)
     statistics = ActivationStatistics(language_models.linear_layers(model))
     with (
         mock.patch.object(hidden_states, "_runs_alone", lambda block: False),
@@ -165,8 +166,7 @@ def test_layers_that_do_not_run_one_by_one_are_refused(folder):
 
 def test_a_parameter_outside_of_the_blocks_is_refused(folder):
     model = tiny_llama()
-    tokenizer = language_models.load_tokenizer(folder / "llama")
-    windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=2)
+    windows = windows_of(folder, 2)
     statistics = ActivationStatistics(prune.select(model, types=torch.nn.Linear, everything=True))
     with pytest.raises(ValueError, match="no block"):
         language_models.prune_block_by_block(model, windows, statistics, lambda pairs: None)
@@ -181,7 +181,6 @@ def test_the_root_of_fsdp2_is_sharded_again(folder):
 def parameters_after_measuring(folder):
     model = language_models.load_sharded(folder / "llama", wrap="fsdp2")
     before = list(model.parameters())
-    tokenizer = language_models.load_tokenizer(folder / "llama")
-    windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=2)
+    windows = windows_of(folder, 2)
     language_models.perplexity(model, windows)
     return all(one is other for one, other in zip(before, model.parameters(), strict=True))

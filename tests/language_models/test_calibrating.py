@@ -13,15 +13,16 @@ from distprune.language_models import (
     calibrate,
     calibrating,
     linear_layers,
-    read_windows,
 )
 from distprune.recipes import FROM_GRADIENTS, FROM_STATISTICS
 from distprune.statistics import ActivationStatistics, GradientStatistics
 from distprune.testing import run_ranks
+from helpers.comparisons import raised
 from helpers.sampling import every
-from helpers.tiny_language_model import tiny_llama, tiny_tokenizer, write_text
+from helpers.tiny_language_model import tiny_llama, windows_of, write_text
 from helpers.tiny_transformers import tiny_model
 from helpers.wrapped_llamas import wrapped_llama
+from helpers.wrappings import whole
 
 pytest.importorskip("transformers")
 WRAPPINGS = {"none": 2, "ddp-2": 2, "fsdp2-2": 2, "fsdp2-4": 4, "tp-2": 2, "fsdp2_tp-2x2": 4}
@@ -33,10 +34,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def read(folder, count):
-    return read_windows(tiny_tokenizer(), folder / "text.txt", 16, limit=count)
-
-
 def layers_of(model):
     return prune.select(model, types=nn.Linear, exclude="lm_head")
 
@@ -45,8 +42,8 @@ def statistics_of(wrapping, folder, count, batch_size):
     torch.set_num_threads(1)
     model = wrapped_llama(tiny_llama(), wrapping)
     statistics = ActivationStatistics(layers_of(model))
-    seen = []
-    calibrate(model, read(folder, count), statistics, batch_size=batch_size, progress=seen.append)
+    windows, seen = windows_of(folder, count), []
+    calibrate(model, windows, statistics, batch_size=batch_size, progress=seen.append)
     assert seen[-1].num_done == seen[-1].total == count
     assert all(parameter.requires_grad for parameter in model.parameters())
     return {
@@ -77,7 +74,7 @@ def scores_of(wrapping, folder, kind, count, batch_size):
     model = wrapped_llama(tiny_llama(), wrapping)
     if kind == "gradient statistics":
         statistics = GradientStatistics(layers_of(model))
-        calibrate(model, read(folder, count), statistics, batch_size=batch_size)
+        calibrate(model, windows_of(folder, count), statistics, batch_size=batch_size)
         assert all(parameter.grad is None for parameter in model.parameters())
         return {
             pair.fqn: [held.weight, *held.by_output.tolist(), *held.by_input.tolist()]
@@ -87,16 +84,12 @@ def scores_of(wrapping, folder, kind, count, batch_size):
         criterion = criteria.Fisher(layers_of(model), unit="rank_batch")
     else:
         criterion = criteria.SNIP(layers_of(model))
-    calibrate(model, read(folder, count), criterion, batch_size=batch_size)
+    calibrate(model, windows_of(folder, count), criterion, batch_size=batch_size)
     assert all(parameter.grad is None for parameter in model.parameters())
     return {
-        pair.fqn: full(scores, pair).flatten().tolist()
+        pair.fqn: whole(scores).flatten().tolist()
         for pair, scores in zip(layers_of(model), criterion.scores().values(), strict=True)
     }
-
-
-def full(scores, pair):
-    return scores.full_tensor() if hasattr(scores, "full_tensor") else scores
 
 
 def closest(found, expected):
@@ -119,7 +112,7 @@ def test_scores_are_those_of_one_process(folder, wrapping, kind):
 
 
 def test_scores_of_one_process_are_those_of_a_plain_loop(folder):
-    model, windows = tiny_llama().train(), read(folder, 3)
+    model, windows = tiny_llama().train(), windows_of(folder, 3)
     fisher = criteria.Fisher(layers_of(model), unit="rank_batch")
     snip = criteria.SNIP(layers_of(model))
     for criterion in (fisher, snip):
@@ -146,14 +139,14 @@ def test_only_gradients_that_are_read_are_made(folder):
         if parameter.requires_grad:
             parameter.register_hook(lambda gradient, name=name: made.append(name))
     read_by = layers_of(model)[3:5]
-    calibrate(model, read(folder, 1), criteria.SNIP(read_by))
+    calibrate(model, windows_of(folder, 1), criteria.SNIP(read_by))
     assert sorted(made) == sorted(pair.fqn for pair in read_by)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert frozen == ["lm_head.weight"]
 
 
 def test_the_head_runs_only_if_its_statistics_are_wanted(folder):
-    model, windows = tiny_llama(), read(folder, 2)
+    model, windows = tiny_llama(), windows_of(folder, 2)
     seen = []
     model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
     calibrate(model, windows, ActivationStatistics(layers_of(model)))
@@ -184,7 +177,7 @@ def test_layers_of_families(family):
 
 
 def test_what_is_not_collected_from_text_is_refused_by_name(folder):
-    model, windows = tiny_llama(), read(folder, 2)
+    model, windows = tiny_llama(), windows_of(folder, 2)
     with pytest.raises(TypeError, match="collected is a dict"):
         calibrate(model, windows, {})
     model(windows.tokens, labels=windows.tokens).loss.backward()
@@ -193,7 +186,7 @@ def test_what_is_not_collected_from_text_is_refused_by_name(folder):
 
 
 def test_a_loss_that_is_not_finite_is_named_and_nothing_is_left_behind(folder):
-    model, windows = tiny_llama(), read(folder, 3)
+    model, windows = tiny_llama(), windows_of(folder, 3)
     windows.tokens[:2][windows.tokens[:2] == 263] = 5
     windows.tokens[2, 3] = 263
     model.model.embed_tokens.weight.data[263] = float("nan")
@@ -205,10 +198,7 @@ def test_a_loss_that_is_not_finite_is_named_and_nothing_is_left_behind(folder):
 
 def collect_unaveraged(folder):
     model = tiny_llama()
-    try:
-        calibrate(model, read(folder, 2), criteria.SNIP(layers_of(model)))
-    except NotImplementedError as error:
-        return str(error)
+    return raised(lambda: calibrate(model, windows_of(folder, 2), criteria.SNIP(layers_of(model))))
 
 
 def fail_on_one_rank(folder):
@@ -216,19 +206,16 @@ def fail_on_one_rank(folder):
     statistics = ActivationStatistics(layers_of(model))
     if dist.get_rank():
         model.model.layers[1].mlp = None
-    try:
-        calibrate(model, read(folder, 3), statistics)
-    except TypeError as error:
-        hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
-        return str(error), hooks
+    text = raised(lambda: calibrate(model, windows_of(folder, 3), statistics))
+    return text, sum(len(module._forward_pre_hooks) for module in model.modules())
 
 
 @pytest.mark.slow
 def test_errors_on_ranks(folder):
     for text in run_ranks(collect_unaveraged, 2, folder):
-        assert "SNIP reads averaged gradients, and the model is a plain one on 2 ranks" in text
+        assert text.startswith("NotImplementedError: SNIP reads averaged gradients, and the model")
     for text, hooks in run_ranks(fail_on_one_rank, 2, folder):
-        assert "on rank 1: 'NoneType' object is not callable" in text and hooks == 0
+        assert "TypeError: on rank 1: 'NoneType' object is not callable" in text and hooks == 0
 
 
 # Scores by the names of recipes: each thing that they need is collected once, on any ranks.
@@ -237,9 +224,7 @@ def test_errors_on_ranks(folder):
 def opened(folder):
     """The scores of a model, and how often text ran through it."""
     model = language_models.load_sharded(folder / "llama")
-    tokenizer = language_models.load_tokenizer(folder / "llama")
-    windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=4)
-    runs = []
+    windows, runs = windows_of(folder, 4), []
 
     def count(progress):
         if progress.num_done == progress.total:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,10 +13,12 @@ from distprune.files.errors import TextError
 from distprune.language_models import losses, perplexity, read_windows
 from distprune.testing import run_ranks
 from helpers.collective_traffic import Traffic
+from helpers.comparisons import raised
 from helpers.sampling import every
 from helpers.tiny_language_model import tiny_llama, tiny_tokenizer, write_text
 from helpers.tiny_transformers import tiny_model
 from helpers.wrapped_llamas import wrapped_llama
+from helpers.wrappings import whole
 
 pytest.importorskip("transformers")
 
@@ -135,38 +138,27 @@ class Flat(nn.Module):
 
 
 def evaluate_other_windows(folder):
-    import torch.distributed as dist
-
-    try:
-        perplexity(tiny_llama(), read(folder, limit=2 + dist.get_rank()))
-    except ValueError as error:
-        return str(error)
+    return raised(lambda: perplexity(tiny_llama(), read(folder, limit=2 + dist.get_rank())))
 
 
 def evaluate_broken_on_one_rank(folder):
-    import torch.distributed as dist
-
     model = tiny_llama()
     if dist.get_rank():
         model.model.layers[0].mlp = None
-    try:
-        perplexity(model, read(folder, limit=2))
-    except TypeError as error:
-        return str(error)
+    return raised(lambda: perplexity(model, read(folder, limit=2)))
 
 
 @pytest.mark.slow
 def test_ranks_that_differ_or_fail_raise_on_all(folder):
     for text in run_ranks(evaluate_other_windows, 2, folder):
+        assert text.startswith("ValueError: ")
         assert "the ranks were called with different arguments" in text
     for text in run_ranks(evaluate_broken_on_one_rank, 2, folder):
-        assert "on rank 1: 'NoneType' object is not callable" in text
+        assert "TypeError: on rank 1: 'NoneType' object is not callable" in text
 
 
 # Losses in slices: those of the model, without its logits.
 
-
-pytest.importorskip("transformers")
 
 IDS = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(0))
 SLICED = ["llama", "gpt2", "gemma3", "mixtral", "qwen2"]
@@ -260,13 +252,10 @@ def on_ranks(wrapping, size):
         for _ in range(2):
             loss = made.mean(IDS)
             loss.backward()
-    gradients = {
-        name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
-        for name, p in model.named_parameters()
-    }
+    gradients = [whole(parameter.grad).clone() for parameter in model.parameters()]
     with torch.no_grad():
         nll = made.of_windows(IDS)
-    return loss.item(), nll, list(gradients.values()), traffic.calls
+    return loss.item(), nll, gradients, traffic.calls
 
 
 @pytest.mark.slow
@@ -277,15 +266,12 @@ def test_wrappers_gather_the_head_once(wrapping):
     for (loss, nll, gradients, sent), of_whole in zip(found, expected, strict=True):
         assert loss == pytest.approx(of_whole[0], rel=1e-6)
         assert torch.allclose(nll, of_whole[1], rtol=1e-6)
-        for gradient, whole in zip(gradients, of_whole[2], strict=True):
-            assert float((gradient - whole).norm()) <= 1e-5 * float(whole.norm())
+        for gradient, right in zip(gradients, of_whole[2], strict=True):
+            assert float((gradient - right).norm()) <= 1e-5 * float(right.norm())
         assert sent == of_whole[3]
 
 
 # Text files as windows of tokens: which tokens, which bytes, and what is refused.
-
-
-pytest.importorskip("transformers")
 
 
 def test_windows_are_the_tokens_of_the_file_with_bos_in_front_of_each(tmp_path):
@@ -383,12 +369,8 @@ def test_arguments_out_of_range(tmp_path):
 
 
 def read_own(path):
-    import torch.distributed as dist
-
-    try:
-        read_windows(tiny_tokenizer(), [f"{path}/same.txt", f"{path}/{dist.get_rank()}.txt"], 8)
-    except Exception as error:
-        return type(error).__name__, str(error)
+    files = [f"{path}/same.txt", f"{path}/{dist.get_rank()}.txt"]
+    return raised(lambda: read_windows(tiny_tokenizer(), files, 8))
 
 
 @pytest.mark.slow
@@ -397,9 +379,9 @@ def test_a_file_that_differs_or_fails_on_one_rank_raises_on_all(tmp_path):
     for rank in range(2):
         write_text(tmp_path / f"{rank}.txt", 50, seed=rank)
     # The names differ too; what is compared first is named.
-    for kind, message in run_ranks(read_own, 2, tmp_path):
-        assert kind == "ValueError" and "rank 0 has tokens of" in message
+    for message in run_ranks(read_own, 2, tmp_path):
+        assert message.startswith("ValueError: ") and "rank 0 has tokens of" in message
         assert "0.txt" in message and "1.txt" in message and "same.txt" not in message
     (tmp_path / "1.txt").unlink()
-    for kind, message in run_ranks(read_own, 2, tmp_path):
-        assert kind == "RuntimeError" and "on rank 1: TextError" in message
+    for message in run_ranks(read_own, 2, tmp_path):
+        assert message.startswith("RuntimeError: ") and "on rank 1: TextError" in message

@@ -11,12 +11,8 @@ import distprune as prune
 from distprune import criteria, language_models
 from distprune.language_models.losses import BatchLosses
 from distprune.testing import run_ranks
-from helpers.tiny_language_model import tiny_llama, tiny_tokenizer
-
-
-def windows_of(folder, num_windows=6):
-    tokenizer = tiny_tokenizer()
-    return language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=num_windows)
+from helpers.tiny_language_model import tiny_llama, tiny_tokenizer, windows_of
+from helpers.wrappings import whole
 
 
 def polished(folder, wrap="none", steps=7, batch_size=3):
@@ -27,12 +23,11 @@ def polished(folder, wrap="none", steps=7, batch_size=3):
     prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.5)
 
     def weights():
-        found = [getattr(*pair).detach() for pair in parameters]
-        return [getattr(w, "full_tensor", lambda w=w: w)().clone() for w in found]
+        return [whole(getattr(*pair)).clone() for pair in parameters]
 
     before = weights()
     losses = language_models.polish(
-        model, dense, windows_of(folder), parameters, steps=steps, lr=1e-3, batch_size=batch_size
+        model, dense, windows_of(folder, 6), parameters, steps=steps, lr=1e-3, batch_size=batch_size
     )
     assert all(parameter.grad is None for parameter in model.parameters())
     with torch.no_grad():
@@ -51,7 +46,7 @@ def test_zeros_are_held_and_the_loss_falls(llama_and_text):
 def test_the_divergence_is_that_of_whole_logits(llama_and_text, in_slices):
     """Its value and all gradients, of the head too."""
     torch.manual_seed(0)
-    dense, tokens = tiny_llama(), windows_of(llama_and_text).tokens[:2]
+    dense, tokens = tiny_llama(), windows_of(llama_and_text, 6).tokens[:2]
     model = copy.deepcopy(dense)
     for layer in model.model.layers:
         layer.mlp.up_proj.weight.data.mul_(0.5)
@@ -107,7 +102,7 @@ def test_ranks_do_what_one_process_does(llama_and_text, wrap, num_ranks):
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(llama_and_text):
-    dense, windows = tiny_llama(), windows_of(llama_and_text)
+    dense, windows = tiny_llama(), windows_of(llama_and_text, 6)
     model = copy.deepcopy(dense)
     pairs = language_models.linear_layers(model)
     model.model.norm.weight.data[0] = torch.inf
@@ -128,8 +123,7 @@ SPARSITIES = [0.25, 0.5, 0.625]
 def run(folder, wrap="none", finished=0, model=None):
     """(zeros after each round, errors of each update, whole weights), and the model."""
     model = model or language_models.load_sharded(folder / "llama", wrap=wrap)
-    tokenizer = language_models.load_tokenizer(folder / "llama")
-    windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=4)
+    windows = windows_of(folder, 4)
     parameters = language_models.linear_layers(model)
 
     def score():
@@ -144,13 +138,11 @@ def run(folder, wrap="none", finished=0, model=None):
     for pruning, update in rounds:
         zeros.append([row.num_pruned for row in pruning.parameters])
         errors += [(row.error_before, row.error_after) for row in update.parameters]
-    weights = [getattr(*pair).detach() for pair in parameters]
-    return zeros, errors, weights, model
+    return zeros, errors, [whole(getattr(*pair)) for pair in parameters], model
 
 
 def on_ranks(folder, wrap):
-    zeros, errors, weights, _ = run(folder, wrap)
-    return zeros, errors, [getattr(w, "full_tensor", lambda w=w: w)() for w in weights]
+    return run(folder, wrap)[:3]
 
 
 def test_counts_are_exact_and_zeros_stay(llama_and_text):
