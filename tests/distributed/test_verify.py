@@ -23,7 +23,7 @@ from distprune.masks.hook import unregister
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, raised
 from helpers.models import Net, fill
 from helpers.sampling import on_each
 
@@ -338,12 +338,9 @@ def calls_without_a_mask(model: nn.Module) -> list[str]:
     }
     wrong = []
     for what, call in calls.items():
-        try:
-            call()
-            wrong.append(f"{what}: nothing was raised")
-        except Exception as error:
-            is_told = isinstance(error, RuntimeError) and "Linear.weight is pruned" in str(error)
-            wrong += [f"{what}: {error}"] * (not is_told)
+        text = raised(call)
+        is_told = text.startswith("RuntimeError: ") and "Linear.weight is pruned" in text
+        wrong += [f"{what}: {text}"] * (not is_told)
     return wrong
 
 
@@ -376,45 +373,39 @@ def verified(wrapping: str, mutations: list, only_last_rank: bool, trained: bool
     return results
 
 
-def missed(per_rank: list[list]) -> list[str]:
-    wrong = []
+def found_on(wrapping: str, mutations: list, only_last_rank=False, trained=False) -> list:
+    """What verify raises of each mutation, on every rank the same, with the name."""
+    size, wrong = wrappings.world_size(wrapping), []
+    per_rank = run_ranks(verified, size, wrapping, mutations, only_last_rank, trained, timeout=60)
     for found in zip(*per_rank, strict=True):
         name, text = found[0]
         if any(other != found[0] for other in found):
             wrong.append(f"{name}: ranks raise different texts: {found}")
         elif text is None or NAME not in text:
             wrong.append(f"{name}: {text}")
-    return wrong
+    assert not wrong, "\n".join(wrong)
+    return per_rank[0]
 
 
 @pytest.mark.parametrize(("wrapping", "trained"), on_each(WRAPPINGS, 2, [False, True]))
 def test_mutations_on_all_ranks_are_found(wrapping, trained):
-    size = wrappings.world_size(wrapping)
-    found = run_ranks(verified, size, wrapping, EVERYWHERE, False, trained, timeout=60)
-    assert not missed(found), "\n".join(missed(found))
+    found_on(wrapping, EVERYWHERE, trained=trained)
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS[1:])
 def test_mutations_on_one_rank_are_found(wrapping):
-    size = wrappings.world_size(wrapping)
-    found = run_ranks(verified, size, wrapping, ONE_RANK, True, False, timeout=60)
-    assert not missed(found), "\n".join(missed(found))
-    if size == 2:
-        assert all("rank 1" in text for _, text in found[0][3:])
+    found = found_on(wrapping, ONE_RANK, only_last_rank=True)
+    if wrappings.world_size(wrapping) == 2:
+        assert all("rank 1" in text for _, text in found[3:])
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("wrapping", sorted({wrapping for on in SOME.values() for wrapping in on}))
 def test_mutations_of_some_wrappers_are_found(wrapping):
-    mutations = [mutation for mutation, on in SOME.items() if wrapping in on]
-    size = wrappings.world_size(wrapping)
-    found = run_ranks(verified, size, wrapping, mutations, False, False, timeout=60)
-    assert not missed(found), "\n".join(missed(found))
+    found_on(wrapping, [mutation for mutation, on in SOME.items() if wrapping in on])
 
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "hsdp-2x2"])
 def test_one_weight_of_one_replica_is_found(wrapping):
-    size = wrappings.world_size(wrapping)
-    found = run_ranks(verified, size, wrapping, ["another weight"], True, True, timeout=60)
-    assert not missed(found), "\n".join(missed(found))
-    assert "different weights" in found[0][0][1]
+    ((_, text),) = found_on(wrapping, ["another weight"], only_last_rank=True, trained=True)
+    assert "different weights" in text

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
 from distprune.statistics import ActivationStatistics
+from helpers.collecting import collected
 from helpers.fused_experts import (
     IMPLEMENTATIONS,
     FusedExperts,
@@ -26,10 +27,7 @@ SEED = 7
 
 def collect(model: nn.Module, *batches: Tensor, **options) -> ActivationStatistics:
     statistics = ActivationStatistics(prune.select(model, everything=True), **options)
-    with statistics.collecting():
-        for batch in batches:
-            model(batch)
-    return statistics
+    return collected(statistics, model, *batches)
 
 
 def only(statistics: ActivationStatistics):
@@ -216,13 +214,11 @@ def test_a_layer_whose_input_is_not_seen_is_refused_by_name(module, name):
 def test_a_layer_that_is_never_called_is_refused_by_name():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     statistics = ActivationStatistics(prune.select(model))
-    with statistics.collecting():
-        model[0](torch.ones(2, 3))
+    collected(statistics, model[0], torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"1\.weight: the layer was not called"):
         statistics.totals()
     assert statistics.num_tokens([(model[0], "weight")]) == {"0.weight": 2}
-    with statistics.collecting():
-        model[1](torch.ones(1, 3))
+    collected(statistics, model[1], torch.ones(1, 3))
     assert statistics.num_tokens() == {"0.weight": 2, "1.weight": 1}
 
 
@@ -305,9 +301,7 @@ def test_compiled_models_run_uncompiled_and_are_counted(is_layer):
     x = integers(4, 3)
     with torch.no_grad():
         compiled(x)  # a graph without hooks
-    statistics = ActivationStatistics(prune.select(compiled))
-    with statistics.collecting():
-        compiled(x)
+    statistics = collected(ActivationStatistics(prune.select(compiled)), compiled, x)
     assert torch.equal(only(statistics).sums, x.double().sum(0))
 
 
@@ -364,10 +358,7 @@ FUSED = ("gate_up_proj", "down_proj")
 
 def collect_of_experts(net, batches, parameters=None):
     statistics = ActivationStatistics(parameters or prune.select(net, names=FUSED))
-    with statistics.collecting():
-        for batch in batches:
-            net(batch)
-    return statistics
+    return collected(statistics, net, *batches)
 
 
 def assert_equal(totals, reference):
@@ -396,8 +387,7 @@ def test_files_keep_the_tokens_of_each_expert(tmp_path):
     net = experts_net()
     loaded = ActivationStatistics.load(tmp_path / "a.safetensors", prune.select(net, names=FUSED))
     assert_equal(loaded.totals(), expected(net, parts))
-    with loaded.collecting():
-        net(tokens_of(3))
+    collected(loaded, net, tokens_of(3))
     assert_equal(loaded.totals(), expected(net, [*parts, tokens_of(3)]))
     linear = nn.Module()
     linear.first = FusedExperts(is_transposed=True)
@@ -521,9 +511,7 @@ def test_what_is_not_whole_is_refused():
 
 def test_experts_that_no_token_came_to_at_all_need_leave():
     net = experts_net()
-    statistics = ActivationStatistics(prune.select(net, names=FUSED))
-    with statistics.collecting():
-        net(torch.zeros(0, 8))
+    statistics = collect_of_experts(net, [torch.zeros(0, 8)])
     with pytest.raises(ValueError, match=r"first\.gate_up_proj.*not called"):
         statistics.totals()
     allowed = ActivationStatistics(prune.select(net, names=FUSED), allow_empty="*")

@@ -17,6 +17,7 @@ from distprune.ranking.scores import ScoreSource
 from distprune.ranking.sums import Scored, magnitude_sums
 from distprune.shards.geometry import IndexMap
 from distprune.statistics import GramMatrices
+from helpers.collecting import collected
 from helpers.least_squares import gram_of
 from helpers.virtual_ranks import run_virtual_ranks
 
@@ -34,10 +35,7 @@ class Attention(nn.Module):
 
 def test_layers_with_one_input_share_its_matrix():
     net, x = Attention(), torch.randn(5, 3)
-    grams = GramMatrices(prune.select(net))
-    with grams.collecting():
-        net(x)
-        net(2 * x)
+    grams = collected(GramMatrices(prune.select(net)), net, x, 2 * x)
     assert [labels for labels, _ in grams.blocks()] == [["q.weight", "k.weight", "o.weight"]]
     assert grams.num_bytes() == 3 * 4 * 9
 
@@ -68,12 +66,9 @@ def test_an_input_that_is_changed_in_place_counts_as_it_was():
 def test_collecting_goes_on_after_matrices_were_asked_for():
     net = Attention()
     x, y = torch.randint(-3, 4, (2, 5, 3)).float()
-    grams = GramMatrices(prune.select(net))
-    with grams.collecting():
-        net(x)
+    grams = collected(GramMatrices(prune.select(net)), net, x)
     grams.matrix(net.q)
-    with grams.collecting():
-        net(y)
+    collected(grams, net, y)
     for layer in (net.q, net.k, net.o):
         assert torch.equal(grams.matrix(layer), (gram_of(x) + gram_of(y)).float())
 
@@ -83,9 +78,7 @@ def test_collecting_goes_on_after_matrices_were_asked_for():
 def test_a_convolution_has_one_of_each_group(groups, padding_mode):
     layer = nn.Conv2d(4, 6, (2, 3), 2, 1, 1, groups, padding_mode=padding_mode)
     images = torch.randint(-3, 4, (3, 4, 7, 8)).float()
-    grams = GramMatrices([(layer, "weight")])
-    with grams.collecting():
-        layer(images)
+    grams = collected(GramMatrices([(layer, "weight")]), layer, images)
     padded = images if padding_mode == "zeros" else functional.pad(images, (1, 1, 1, 1), "circular")
     padding = 1 if padding_mode == "zeros" else 0
     columns = functional.unfold(padded, layer.kernel_size, 1, padding, 2)
@@ -96,9 +89,7 @@ def test_a_convolution_has_one_of_each_group(groups, padding_mode):
 
 def test_matrices_that_were_forgotten_or_not_stored_are_missed(tmp_path):
     net = Attention()
-    grams = GramMatrices(prune.select(net))
-    with grams.collecting():
-        net(torch.ones(2, 3))
+    grams = collected(GramMatrices(prune.select(net)), net, torch.ones(2, 3))
     grams.forget([(net.q, "weight")])
     assert torch.equal(grams.matrix(net.k), torch.full((3, 3), 2.0))
     with pytest.raises(RuntimeError, match=re.escape("q.weight: its Gram matrix was forgotten")):
@@ -113,9 +104,7 @@ def test_obs_is_the_error_that_removing_one_weight_leaves():
     """With all other weights of the row adjusted: the closed form against least squares."""
     torch.manual_seed(0)
     layer, x = nn.Linear(4, 2), torch.randn(50, 4)
-    grams = GramMatrices([(layer, "weight")])
-    with grams.collecting():
-        layer(x)
+    grams = collected(GramMatrices([(layer, "weight")]), layer, x)
     scores = grams.obs(damping=1e-9)[layer, "weight"].terms[0][0].double()
     weight = layer.weight.detach().double()
     for row in range(2):

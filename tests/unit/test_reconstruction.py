@@ -14,6 +14,7 @@ import distprune as prune
 from distprune.base.blocks import WeightLayout
 from distprune.reconstruction import positions_of
 from distprune.statistics import GramMatrices
+from helpers.collecting import collected
 from helpers.least_squares import gram_of, reconstructed
 from helpers.virtual_ranks import shards_of
 
@@ -33,9 +34,7 @@ class Experts(nn.Module):
 
 def pruned_layer(layer: nn.Module, x: torch.Tensor, amount: float = 0.5) -> tuple:
     """The layer, pruned at random; its Gram matrices, and its weight before."""
-    grams = GramMatrices([prune.NamedParameter(layer, "weight", "weight")])
-    with grams.collecting():
-        layer(x)
+    grams = collected(GramMatrices([prune.NamedParameter(layer, "weight", "weight")]), layer, x)
     weight = layer.weight.detach().clone()
     torch.manual_seed(0)
     prune.random_unstructured(layer, "weight", amount)
@@ -59,9 +58,7 @@ def test_a_rational_solution_is_exact():
     layer = nn.Linear(2, 2, bias=False)
     layer.weight.data = torch.tensor([[2.0, 4.0], [-1.0, 3.0]])
     x = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])  # x^T x = [[2, 1], [1, 2]]
-    grams = GramMatrices([(layer, "weight")])
-    with grams.collecting():
-        layer(x)
+    grams = collected(GramMatrices([(layer, "weight")]), layer, x)
     prune.custom_from_mask(layer, "weight", torch.tensor([[1, 0], [0, 1]]))
     report = prune.reconstruct([(layer, "weight")], grams, damping=0)
     assert layer.weight_orig.tolist() == [[4.0, 0.0], [0.0, 2.5]]
@@ -74,9 +71,7 @@ def test_a_rational_solution_is_exact():
 def test_a_weight_that_is_not_pruned_stays():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     parameters = prune.select(net)
-    grams = GramMatrices(parameters)
-    with torch.no_grad(), grams.collecting():
-        net(torch.randn(9, 4))
+    grams = collected(GramMatrices(parameters), net, torch.randn(9, 4))
     prune.l1_unstructured(net[0], "weight", 0.5)
     weight = net[1].weight.detach().clone()
     report = prune.reconstruct(parameters, grams)
@@ -90,11 +85,7 @@ def test_each_expert_has_its_own_matrix(is_transposed):
     torch.manual_seed(0)
     experts = Experts(is_transposed)
     x = torch.randn(3, 20, 4)
-    grams = GramMatrices([prune.NamedParameter(experts, "weight", "weight")])
-    with grams.collecting():
-        experts(x)
-    weight = experts.weight.detach().clone()
-    prune.random_unstructured(experts, "weight", 0.5)
+    grams, weight = pruned_layer(experts, x)
     prune.reconstruct([(experts, "weight")], grams, steps=50)
     for expert in range(3):
         matrices = weight[expert], experts.weight_mask[expert], experts.weight_orig[expert]
@@ -150,9 +141,8 @@ def test_weights_that_overflow_are_refused_before_anything_changes():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
     for parameter in net.parameters():
         parameter.data.fill_(60000.0 if len(parameter) == 1 else 0.0025)
-    grams = GramMatrices(pairs := prune.select(net, everything=True, names="weight"))
-    with torch.no_grad(), grams.collecting():
-        net(torch.ones(9, 4).half())
+    pairs = prune.select(net, everything=True, names="weight")
+    grams = collected(GramMatrices(pairs), net, torch.ones(9, 4).half())
     for module in net:
         mask = torch.tensor([0, 0, 1, 1]).expand(len(module.weight), 4)
         prune.custom_from_mask(module, "weight", mask)
@@ -178,9 +168,7 @@ def test_no_row_moves_further_than_its_norm(damping):
     stretched = torch.cat([torch.ones(5, 1), torch.full((5, 3), 10.0)], 1)
     layer = nn.Linear(4, 2, bias=False)
     layer.weight.data = torch.tensor([[1.0, 1, 1, 1], [1, 0.01, 0, 0]])
-    grams = GramMatrices([(layer, "weight")])
-    with torch.no_grad(), grams.collecting():
-        layer(stretched)
+    grams = collected(GramMatrices([(layer, "weight")]), layer, stretched)
     prune.custom_from_mask(layer, "weight", torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0]]))
     report = prune.reconstruct([(layer, "weight")], grams, damping=damping)
     assert layer.weight[0].tolist() == [1, 0, 0, 0]  # 31 would be best
@@ -195,9 +183,7 @@ def test_a_weight_that_is_zero_stays_zero():
     layer, x = nn.Linear(16, 8), torch.randn(40, 16)
     layer.weight.data[torch.rand(8, 16) < 0.7] = 0
     weight, is_zero = layer.weight.detach().clone(), layer.weight == 0
-    grams = GramMatrices(pairs := prune.select(layer))
-    with torch.no_grad(), grams.collecting():
-        layer(x)
+    grams = collected(GramMatrices(pairs := prune.select(layer)), layer, x)
     prune.global_unstructured(pairs, prune.L1Unstructured, pattern="2:4")
     assert bool((layer.weight_mask.bool() & is_zero).any())
     prune.reconstruct(pairs, grams, steps=80)
@@ -226,8 +212,7 @@ def test_a_weight_of_two_layers_is_moved_in_both(listed):
     net[1].weight = net[0].weight
     pairs = prune.select(net) if listed == "selected" else [(net[0], "weight")]
     before, grams = net[0].weight.detach().clone(), GramMatrices(pairs)
-    with torch.no_grad(), grams.collecting():
-        net(torch.randn(9, 4))
+    collected(grams, net, torch.randn(9, 4))
     prune.global_unstructured(pairs, prune.L1Unstructured, amount=8)
     prune.reconstruct(pairs, grams)
     moved = net[0].weight_orig.detach()

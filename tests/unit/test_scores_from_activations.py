@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import distprune as prune
 from distprune.statistics import ActivationStatistics, GramMatrices
+from helpers.collecting import collected
 
 LAYERS = ["linear", "conv1d of transformers", "conv2d", "grouped conv2d", "depthwise conv1d"]
 
@@ -68,12 +69,10 @@ def multiplied(weight: Tensor, factored: prune.FactoredScores) -> Tensor:
     return weight.detach().abs() * total
 
 
-def collected(layer: nn.Module, x: Tensor) -> ActivationStatistics:
+def of_layer(layer: nn.Module, x: Tensor) -> ActivationStatistics:
+    """Of unbatched inputs for a convolution, and [tokens, features] for others."""
     statistics = ActivationStatistics([prune.NamedParameter(layer, "weight", "layer.weight")])
-    with statistics.collecting():
-        for batch in x:  # unbatched for a convolution, [tokens, features] for others
-            layer(batch)
-    return statistics
+    return collected(statistics, layer, *x)
 
 
 def rms(values: list[float]) -> float:
@@ -100,7 +99,7 @@ def by_loops(layer: nn.Module, x: Tensor, score) -> Tensor:
 def test_wanda_and_stade(kind, method, of_inputs):
     layer, x = layer_and_input(kind)
     expected = by_loops(layer, x, lambda w, row, column, inputs: w * of_inputs(inputs))
-    (scores,) = getattr(collected(layer, x), method)().values()
+    (scores,) = getattr(of_layer(layer, x), method)().values()
     assert_close(multiplied(layer.weight, scores), expected)
 
 
@@ -109,7 +108,7 @@ def test_wanda_and_stade(kind, method, of_inputs):
 @pytest.mark.parametrize("is_pruned", [False, True])
 def test_ria(kind, power, is_pruned):
     layer, x = layer_and_input(kind)
-    statistics = collected(layer, x)
+    statistics = of_layer(layer, x)
     if is_pruned:
         prune.l1_unstructured(layer, "weight", 0.4)
         with torch.no_grad():
@@ -133,7 +132,7 @@ def test_a_row_and_a_column_of_zeros_score_zero():
     layer = nn.Linear(3, 3)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[0.0, 0, 0], [0, 1, 2], [0, 3, 4]]))
-    (scores,) = collected(layer, torch.ones(1, 2, 3)).ria().values()
+    (scores,) = of_layer(layer, torch.ones(1, 2, 3)).ria().values()
     found = multiplied(layer.weight, scores)
     assert found[0].tolist() == [0.0] * 3 and found[:, 0].tolist() == [0.0] * 3
     assert (found[1:, 1:] > 0).all()
@@ -141,7 +140,7 @@ def test_a_row_and_a_column_of_zeros_score_zero():
 
 def test_a_constant_input_has_no_deviation():
     layer = nn.Linear(1, 1)
-    (scores,) = collected(layer, torch.full((3, 5, 1), 0.1)).stade().values()
+    (scores,) = of_layer(layer, torch.full((3, 5, 1), 0.1)).stade().values()
     assert multiplied(layer.weight, scores).item() < 1e-8
 
 
@@ -173,9 +172,7 @@ def test_outlier_ratios(per, is_pruned, multiple):
         prune.global_unstructured(
             prune.select(model, everything=True), prune.L1Unstructured, amount=0.3
         )
-    statistics = ActivationStatistics(prune.select(model, everything=True))
-    with statistics.collecting():
-        model(x)
+    statistics = collected(ActivationStatistics(prune.select(model, everything=True)), model, x)
     groups: dict[str, list[float]] = {}
     names = {}
     for pair, factored in statistics.wanda().items():
@@ -201,7 +198,7 @@ def test_outlier_ratios(per, is_pruned, multiple):
 def test_outlier_ratios_of_equal_scores_and_of_a_wrong_argument():
     layer = nn.Linear(3, 2, bias=False)
     nn.init.constant_(layer.weight, 0.1)
-    statistics = collected(layer, torch.ones(1, 4, 3))
+    statistics = of_layer(layer, torch.ones(1, 4, 3))
     assert list(statistics.outlier_ratios(threshold_multiple=1.0).values()) == [0.0]
     assert list(statistics.outlier_ratios(threshold_multiple=0.999).values()) == [1.0]
     with pytest.raises(ValueError, match="per='layer'"):
