@@ -13,6 +13,7 @@ Its SimpleFSDP gathers parameters in properties of the modules.
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -639,33 +640,26 @@ FOLDED = {
 REFUSED = {unevenly: 2, another_split_factor: 4, uneven_and_not_from_fsdp2: 4, a_view_in_fsdp2: 4}
 
 
-def magnitude(module):
-    prune.l1_unstructured(module, "weight", 0.5)
-
-
-def everything(module):
-    prune.global_unstructured([(module, "weight")], prune.L1Unstructured, amount=0.5)
-
-
-def rows(module):
-    prune.ln_structured(module, "weight", 0.5, n=2, dim=0)
-
-
-def a_given_mask(module):
-    prune.custom_from_mask(module, "weight", torch.ones(module.weight.shape))
+WAYS = {
+    "alone": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "global": lambda m: prune.global_unstructured(
+        [(m, "weight")], prune.L1Unstructured, amount=0.5
+    ),
+    "rows": lambda m: prune.ln_structured(m, "weight", 0.5, n=2, dim=0),
+    "a mask": lambda m: prune.custom_from_mask(m, "weight", torch.ones(m.weight.shape)),
+}
 
 
 def not_refused(makers):
     wrong = []
     for make in makers:
-        for call in (magnitude, everything, rows, a_given_mask):
+        for way, call in WAYS.items():
             made = make()
             module = made if isinstance(made, nn.Module) else holding(made)
             assert "_S" in str(module.weight.placements)  # as torch prints a _StridedShard
-            found = outcome(module, lambda call=call, module=module: call(module))
+            found = outcome(module, partial(call, module))
             text = "weight(.|\n)*rows that lie apart"
-            when = f"{make.__name__} {call.__name__}"
-            wrong += other_errors([found], "NotImplementedError", text, when)
+            wrong += other_errors([found], "NotImplementedError", text, f"{make.__name__} {way}")
     return wrong
 
 

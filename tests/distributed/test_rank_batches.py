@@ -851,16 +851,8 @@ def as_matrices(squares: Tensor, name: str) -> Tensor:
 
 
 def wrong_kinds(wrapping: str) -> list[str]:
-    single, model = integer_kinds(), integer_kinds()
+    single, model = integer_kinds(), wrappings.wrap(integer_kinds(), wrapping)
     rank, size = dist.get_rank(), dist.get_world_size()
-    if wrapping == "fsdp2":
-        for layer in (model.conv, model.grouped, model.experts, model.transposed):
-            fully_shard(layer)
-        fully_shard(model)
-    if wrapping == "fsdp1":
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-    if wrapping == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
     batches = [torch.arange(3 * r, 3 * r + 6).view(2, 3) % 5 for r in range(size)]
     named = dict(single.named_parameters())
     inner = wrappings.unwrapped(model)
@@ -896,6 +888,6 @@ def wrong_kinds(wrapping: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", ["plain", "ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("wrapping", WRAPPERS)
 def test_every_kind_of_parameter(wrapping):
-    assert_nothing_wrong(run_ranks(wrong_kinds, 2, wrapping))
+    assert_nothing_wrong_on(wrapping, wrong_kinds)

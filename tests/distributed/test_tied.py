@@ -16,7 +16,7 @@ import distprune as prune
 from distprune import checkpoint
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.comparisons import assert_nothing_wrong, other_errors, outcome
 from helpers.models import UNEVEN, fill
 from helpers.random_sequences.plans import TiedNet
 
@@ -51,13 +51,11 @@ def refused(wrapping: str, what: str, how: str) -> list[str]:
     }[what]
     if what != "masks_aside":
         model = wrappings.wrap(model, wrapping)
-    before = snapshot(model)
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        wrong = [] if re.search(f"({TEXT})(.|\n)*(tied|masks_aside)", str(error)) else [str(error)]
-        return wrong + changes(before, snapshot(model))
-    return ["nothing was raised"]
+    kind, text, changed = outcome(model, call)
+    is_told = kind in ("ValueError", "RuntimeError") and re.search(
+        f"({TEXT})(.|\n)*(tied|masks_aside)", text
+    )
+    return changed + [f"{kind}: {text}"] * (not is_told)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -84,14 +82,9 @@ def test_masks_that_differ_are_not_saved(how):
 
 def prepared(wrapping: str) -> list[str]:
     model = wrappings.wrap(fill(TiedNet(UNEVEN), "normal", "float32", 5), wrapping)
-    before = snapshot(model)
-    try:
-        keys = ["embedding.weight", "head.weight_orig", "head.weight_mask", "hidden.weight"]
-        checkpoint.prepare_for_load(model, keys)
-    except ValueError as error:
-        wrong = [] if re.search("head.weight(.|\n)*embedding.weight", str(error)) else [str(error)]
-        return wrong + changes(before, snapshot(model))
-    return ["nothing was raised"]
+    keys = ["embedding.weight", "head.weight_orig", "head.weight_mask", "hidden.weight"]
+    found = outcome(model, lambda: checkpoint.prepare_for_load(model, keys))
+    return other_errors([found], "ValueError", "head.weight(.|\n)*embedding.weight")
 
 
 @pytest.mark.parametrize("wrapping", ["fsdp2_root-2", "fsdp1_root-2"])

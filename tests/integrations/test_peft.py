@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM  # noqa: E402
 import distprune as prune  # noqa: E402
 from distprune.integrations.peft import hold_zeros, merge_and_unload, save_adapter  # noqa: E402
 from distprune.testing import run_ranks  # noqa: E402
+from helpers.comparisons import raised  # noqa: E402
 
 TOKENS = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(1))
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -356,10 +357,7 @@ def refusals():
     found = {}
 
     def note(key, fn, model):
-        try:
-            fn(model)
-        except (NotImplementedError, RuntimeError) as error:
-            found[key] = f"{type(error).__name__}: {error}"
+        found[key] = raised(lambda: fn(model))
 
     def held():
         model = peft.get_peft_model(pruned(tiny_llama()), lora(init_lora_weights=False)).eval()
