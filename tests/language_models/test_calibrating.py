@@ -1,5 +1,7 @@
 """Calibration with windows of text: statistics and criteria as of one process, on any ranks."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from distprune.statistics import ActivationStatistics, GradientStatistics
 from distprune.testing import run_ranks
 from helpers.comparisons import raised
 from helpers.sampling import every
-from helpers.tiny_language_model import tiny_llama, windows_of, write_text
+from helpers.tiny_language_model import tiny_llama, windows_of
 from helpers.tiny_transformers import tiny_model
 from helpers.wrapped_llamas import wrapped_llama
 from helpers.wrappings import whole
@@ -28,10 +30,9 @@ pytest.importorskip("transformers")
 WRAPPINGS = {"none": 2, "ddp-2": 2, "fsdp2-2": 2, "fsdp2-4": 4, "tp-2": 2, "fsdp2_tp-2x2": 4}
 
 
-@pytest.fixture
-def folder(tmp_path):
-    write_text(tmp_path / "text.txt", 400)
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(llama_and_text):
+    return llama_and_text
 
 
 def layers_of(model):
@@ -101,12 +102,17 @@ def closest(found, expected):
     )
 
 
+@cache
+def scores_of_one_process(folder, kind):
+    return run_ranks(scores_of, 1, "none", folder, kind, 5, 2)[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2", "fsdp2-4"])
 @pytest.mark.parametrize("kind", ["fisher", "snip", "gradient statistics"])
 def test_scores_are_those_of_one_process(folder, wrapping, kind):
     """5 windows: batches of 2, 2 and 1, so that units and ranks have unequal ones."""
-    expected = run_ranks(scores_of, 1, "none", folder, kind, 5, 2)[0]
+    expected = scores_of_one_process(folder, kind)
     for found in run_ranks(scores_of, WRAPPINGS[wrapping], wrapping, folder, kind, 5, 2):
         assert closest(found, expected) < 2e-6
 

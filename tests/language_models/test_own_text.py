@@ -47,12 +47,16 @@ def test_more_windows_begin_with_the_same_ones(llama_and_text):
     assert torch.equal(few, many[:3]) and not torch.equal(many[3], many[4])
 
 
+@pytest.fixture(scope="module")
+def written_alone(llama_and_text):
+    return written(llama_and_text)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrap", "num_ranks"), [("none", 3), ("ddp", 2), ("fsdp2", 2), ("tp", 2)])
-def test_ranks_write_what_one_process_writes(llama_and_text, wrap, num_ranks):
-    alone = written(llama_and_text)
+def test_ranks_write_what_one_process_writes(llama_and_text, written_alone, wrap, num_ranks):
     for tokens in run_ranks(written, num_ranks, llama_and_text, wrap):
-        assert torch.equal(tokens, alone)
+        assert torch.equal(tokens, written_alone)
 
 
 def test_windows_that_repeat_themselves_are_drawn_again(monkeypatch):

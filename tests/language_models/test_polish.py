@@ -35,6 +35,11 @@ def polished(folder, wrap="none", steps=7, batch_size=3):
     return before, weights(), losses
 
 
+@pytest.fixture(scope="module")
+def polished_alone(llama_and_text):
+    return polished(llama_and_text)
+
+
 def test_zeros_are_held_and_the_loss_falls(llama_and_text):
     before, after, losses = polished(llama_and_text, steps=40)
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
@@ -90,9 +95,9 @@ def test_a_step_is_one_of_adam(llama_and_text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrap", "num_ranks"), [("none", 2), ("ddp", 2), ("fsdp2", 2), ("tp", 2)])
-def test_ranks_do_what_one_process_does(llama_and_text, wrap, num_ranks):
+def test_ranks_do_what_one_process_does(llama_and_text, polished_alone, wrap, num_ranks):
     """Three windows a step do not divide among two ranks."""
-    before, after, losses = polished(llama_and_text)
+    before, after, losses = polished_alone
     for others, found, of_ranks in run_ranks(polished, num_ranks, llama_and_text, wrap):
         assert all(map(torch.equal, before, others))
         assert torch.allclose(torch.tensor(losses), torch.tensor(of_ranks), rtol=0.02)
@@ -145,8 +150,13 @@ def on_ranks(folder, wrap):
     return run(folder, wrap)[:3]
 
 
-def test_counts_are_exact_and_zeros_stay(llama_and_text):
-    zeros, errors, weights, _ = run(llama_and_text)
+@pytest.fixture(scope="module")
+def run_alone(llama_and_text):
+    return run(llama_and_text)
+
+
+def test_counts_are_exact_and_zeros_stay(run_alone):
+    zeros, errors, weights, _ = run_alone
     total = sum(weight.numel() for weight in weights)
     assert [sum(of_round) for of_round in zeros] == [round(s * total) for s in SPARSITIES]
     for first, then in itertools.pairwise(zeros):
@@ -157,9 +167,9 @@ def test_counts_are_exact_and_zeros_stay(llama_and_text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["fsdp2"])
-def test_ranks_prune_what_one_process_prunes(llama_and_text, wrap):
+def test_ranks_prune_what_one_process_prunes(llama_and_text, run_alone, wrap):
     """Scores agree to rounding, and no mask differs here; each round adds rounding to weights."""
-    zeros, _, weights, _ = run(llama_and_text)
+    zeros, _, weights, _ = run_alone
     for found, _, others in run_ranks(on_ranks, 2, llama_and_text, wrap):
         assert found == zeros
         for one, other in zip(weights, others, strict=True):
@@ -167,8 +177,8 @@ def test_ranks_prune_what_one_process_prunes(llama_and_text, wrap):
             assert (one - other).abs().max() <= 1e-4 * one.abs().max()
 
 
-def test_finished_rounds_are_not_run_again(llama_and_text):
-    _, _, weights, model = run(llama_and_text)
+def test_finished_rounds_are_not_run_again(llama_and_text, run_alone):
+    _, _, weights, model = run_alone
     zeros, errors, again, _ = run(llama_and_text, finished=len(SPARSITIES), model=model)
     assert not zeros and not errors
     assert all(torch.equal(one, other) for one, other in zip(weights, again, strict=True))

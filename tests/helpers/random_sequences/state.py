@@ -115,11 +115,11 @@ class SideBySide:
         told: object = type(error).__name__
         if isinstance(report, prune.PruningReport):
             told = {**report.to_dict(), "seconds": 0}
-        if agreed(told, self.wrong):
+        if not self.wrong:
             self.compare()
-            if operation.arguments["look"]:
-                self.compare_outputs(self.plan.seed, torch.no_grad())
-                self.verify()
+        if agreed(told, self.wrong) and operation.arguments["look"]:
+            self.compare_outputs(self.plan.seed, torch.no_grad())
+            self.verify()
             agreed(None, self.wrong)
         return self.wrong
 
