@@ -54,14 +54,11 @@ class Measurement:
         seconds: wall time.
         peak_extra_bytes: the highest resident set during the call, less that before it. What the
             call leaves behind is in it.
-        retained_bytes: the resident set after the call, once what is free was given back, less
-            that before it.
         result: what the call returned. It stays in memory as long as this does: keep it small.
     """
 
     seconds: float
     peak_extra_bytes: int
-    retained_bytes: int
     result: Any = None
 
 
@@ -81,9 +78,7 @@ def measured(call: Callable[[], Any], *, device: str = "cpu") -> Measurement:
     result = call()
     synchronize(device)
     seconds = time.perf_counter() - started
-    peak = max(_bytes("VmHWM", device), before)
-    release_memory()
-    return Measurement(seconds, peak - before, _bytes("VmRSS", device) - before, result)
+    return Measurement(seconds, max(_bytes("VmHWM", device) - before, 0), result)
 
 
 def synchronize(device: torch.device | str) -> None:
@@ -126,13 +121,7 @@ def median_seconds(measurements: Sequence[Measurement]) -> float:
 
 
 def median_ratio(numerator: Sequence[Measurement], denominator: Sequence[Measurement]) -> float:
-    """The median over all rounds of the ratio of seconds in a round.
-
-    Contestants that ran in a different number of rounds, as slow ones do, have no rounds in
-    common: then it is the ratio of the medians.
-    """
-    if len(numerator) != len(denominator):
-        return median_seconds(numerator) / median_seconds(denominator)
+    """The median over all rounds of the ratio of seconds in a round."""
     return statistics.median(
         n.seconds / d.seconds for n, d in zip(numerator, denominator, strict=True)
     )

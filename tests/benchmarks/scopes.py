@@ -52,7 +52,7 @@ def tables(options: Options) -> Iterator[Table]:
         found = {}
         for way in WAYS:
             seconds = slowest([rank[way][0] for rank in ranks])
-            found[way] = [Measurement(each, 0, 0, ranks[0][way][1]) for each in seconds]
+            found[way] = [Measurement(each, 0, ranks[0][way][1]) for each in seconds]
         of_rows[wrapping] = median_seconds(found["row"])
         yield table(f"{name}, {RANKS} ranks of one thread", "float32", num_elements, found)
     ratio = of_rows["tp"] / of_rows["fsdp2"]

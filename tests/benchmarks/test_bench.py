@@ -70,9 +70,6 @@ def test_memory_is_measured():
     run = measured(lambda: bytearray(size).count(1))
     assert run.result == 0
     assert 0.9 * size < run.peak_extra_bytes < 1.5 * size
-    assert run.retained_bytes < 0.1 * size
-    run = measured(lambda: bytearray(b"x") * size)
-    assert 0.9 * size < run.retained_bytes < 1.5 * size
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
