@@ -116,31 +116,26 @@ def test_synflow(capsys):
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_prune_wanda_fsdp2():
-    """Better than by magnitude, which prunes nearly the same trained model."""
-    example = ROOT / "examples" / "prune_wanda_fsdp2.py"
+@pytest.mark.parametrize(
+    ("example", "ends", "least"),
+    [
+        ("prune_wanda_fsdp2.py", ["262,144 0 209,715 80.00%"], 0.05),
+        ("movement_pruning.py", ["54.92%", "83.12%", "93.52%", "95.00%"], 0.1),
+    ],
+)
+def test_better_than_by_magnitude(example, ends, least):
+    """Which prunes nearly the same trained model."""
     losses = []
     for num_ranks, arguments in ((2, []), (1, ["magnitude"])):
-        _, output = run("launch/torchrun.sh", example, *arguments, NPROC=num_ranks)
-        assert totals(output) == [["262,144", "0", "209,715", "80.00%"]], output
-        found = re.search(r"held-out loss: ([\d.]+) dense, ([\d.]+) pruned", output)
-        losses.append((float(found[1]), float(found[2])))
-    (dense, wanda), (dense_alone, magnitude) = losses
+        command = ROOT / "examples" / example, *arguments
+        _, output = run("launch/torchrun.sh", *command, NPROC=num_ranks)
+        rows = zip(map(" ".join, totals(output)), ends, strict=True)
+        assert all(row.endswith(end) for row, end in rows), output
+        found = re.search(r"held-out loss: ([\d.]+)(?: dense, ([\d.]+) pruned)?", output)
+        losses.append([float(loss) for loss in found.groups() if loss])
+    (*dense, ours), (*dense_alone, magnitude) = losses
     assert dense == pytest.approx(dense_alone, abs=0.02)  # what rounding does in the training
-    assert dense < wanda < magnitude - 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_movement_pruning():
-    """Better than by magnitude, of nearly the same model that was trained before."""
-    example = ROOT / "examples" / "movement_pruning.py"
-    losses = []
-    for num_ranks, arguments in ((2, []), (1, ["magnitude"])):
-        _, output = run("launch/torchrun.sh", example, *arguments, NPROC=num_ranks)
-        assert [row[-1] for row in totals(output)] == ["54.92%", "83.12%", "93.52%", "95.00%"]
-        losses.append(float(re.search(r"held-out loss: ([\d.]+)", output)[1]))
-    assert losses[0] < losses[1] - 0.1
+    assert all(loss < ours for loss in dense) and ours < magnitude - least
 
 
 @pytest.mark.slow
