@@ -22,7 +22,7 @@ ROOMS = {
     "budgets.py": (212, 1),
     "call": (826, 5),
     "checkpoint.py": (206, 1),
-    "cli": (1400, 9),
+    "cli": (1404, 9),
     "criteria": (685, 3),
     "dynamic.py": (127, 1),
     "files": (2400, 13),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (566, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19928, 120)
+TOTAL = (19932, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29026, "launch": 831}
+FOLDERS = {"tests": 29035, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

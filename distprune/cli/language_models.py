@@ -412,13 +412,12 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
         from distprune.language_models.shrinking import plans_of_folder
         from distprune.ranks.collectives import world
 
-        def check() -> Checkpoint:
+        def check() -> tuple[Checkpoint, Any]:
             source = open_checkpoint(model)
             check_destination(resolve_destination(out, source.root), ())
-            plans_of_folder(source.folder, by_text, **shares)
-            return source
+            return source, plans_of_folder(source.folder, by_text, **shares)[-1].config
 
-        source = world().run(check)
+        source, config = world().run(check)
         windows, quality = None, "Its perplexity was not measured; --eval FILE measures it."
         if given.texts:
             with translated(TextError, "--windows: "):
@@ -434,12 +433,17 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
         run: Any = {"batch_size": given.batch_size, "progress": meter.windows}
         choice: Any = {"update": given.update != "none", "unseen_first": given.unseen_first}
         small, report = language_models.shrink(loaded, windows, **shares, **choice, **run)
+        stored = config.dtype or loaded.dtype
+        for parameter in small.parameters():  # as it is stored: in the dtype of the source
+            parameter.data = parameter.data.to(stored).to(loaded.dtype)
         if given.eval_texts:
             before, after = (
                 language_models.perplexity(each, held_out, **run).perplexity
                 for each in (loaded, small)
             )
             quality = f"Perplexity of held-out text: {before:.4g} before, {after:.4g} after."
+        for parameter in small.parameters():
+            parameter.data = parameter.data.to(stored)
         language_models.save_sharded(small, out, source=model)
         if terminal.is_leader:
             card = card_above(source, ("pruned",), _SHRUNK.format(report, quality))

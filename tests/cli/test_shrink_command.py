@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from distprune import language_models
 from helpers.forked_scripts import run_forked
@@ -45,6 +46,17 @@ def test_a_smaller_model_that_transformers_loads(run, made, tmp_path):
     assert "license: mit" in card and "A tiny model." in card
     sizes = [(folder / "model.safetensors").stat().st_size for folder in (model, out)]
     assert sizes[0] - sizes[1] == pytest.approx(4 * 576, abs=64)
+
+
+def test_weights_are_stored_in_the_dtype_of_the_source(run, made, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, out = tmp_path / "halves", tmp_path / "out"
+    AutoModelForCausalLM.from_pretrained(made[0]).bfloat16().save_pretrained(model)
+    options = [*NEURONS, "--no-own-text", "--dtype", "float32", "--device", "cpu"]
+    assert run("shrink", model, out, *options, "--tokenizer", made[0]).code == 0
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_its_own_text_is_a_source_as_large_as_the_others(run, made, tmp_path, monkeypatch):
