@@ -635,12 +635,14 @@ def _numbers(group: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
             product = torch.cat([each for _, _, each in group if each is not None])
     ends = torch.tensor(sizes).cumsum(0).to(mask.device)
     totals = torch.zeros(len(group), 4, dtype=torch.int64, device=mask.device)
-    size = _CPU_CHUNK if memory.takes_numpy(mask.device) else _DEVICE_CHUNK
+    is_on_host = memory.takes_numpy(mask.device)
+    size = _CPU_CHUNK if is_on_host else _DEVICE_CHUNK
     for first in range(0, mask.numel(), size if len(group) == 1 else max(1, mask.numel())):
         span = slice(first, first + size) if len(group) == 1 else slice(None)
         pruned = mask[span] == 0
         flags = {0: pruned, 1: ~pruned if mask.dtype is torch.bool else mask[span] == 1}
-        if values.is_floating_point() or values.is_complex():
+        # A sum is finite only if all values are, and is faster; a device would wait for it.
+        if not (is_on_host and values[span].sum().isfinite()):
             flags[2] = pruned > values[span].isfinite()
         if product is not None:
             flags[3] = pruned > product[span].logical_not()

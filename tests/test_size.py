@@ -41,10 +41,10 @@ ROOMS = {
     "statistics": (1383, 6),
     "streaming": (1220, 6),
     "testing.py": (231, 1),
-    "verification.py": (566, 1),
+    "verification.py": (567, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19932, 120)
+TOTAL = (19933, 120)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 29035, "launch": 831}
 NO_CODE = {
