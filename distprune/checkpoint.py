@@ -349,7 +349,8 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
         kwargs: arguments of ``model.save_pretrained`` on rank 0 (``max_shard_size``, ...).
 
     Raises:
-        TypeError: the model has no ``save_pretrained``; ``state_dict`` is given.
+        TypeError: the model has no ``save_pretrained``; ``state_dict`` or ``is_main_process`` is
+            given.
         ValueError: a tied parameter is pruned differently under its names.
         NotImplementedError: see :func:`check_writable`; gathering goes the same way.
         Exception: what rank 0 raises when it writes; on every rank.
@@ -367,6 +368,8 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
                 f"model is a {type(saved).__name__}, which has no save_pretrained; expected a "
                 "model of transformers, wrapped or not. fold(state_dict) does the same for others."
             )
+        for name in {"state_dict", "is_main_process"} & kwargs.keys():
+            raise TypeError(f"{name} is chosen here; expected others of save_pretrained.")
         masks.check_ties(model)
 
     def gather() -> dict[str, Any]:

@@ -212,7 +212,7 @@ def _pruned_places(parameters: nn.Module | Iterable[Pair]) -> list[Pair]:
     else:
         given = [checked_pair(pair, f"parameters[{i}]") for i, pair in enumerate(parameters)]
     reader = ShardReader()
-    places: dict[Pair, None] = {}
+    places: dict[tuple[int, str], Pair] = {}  # by id: modules need not be hashable
     for module, name in given:
         hook, managed = find_hook(module, name), reader.managed(module, name)
         if hook is None:
@@ -227,9 +227,10 @@ def _pruned_places(parameters: nn.Module | Iterable[Pair]) -> list[Pair]:
             )
         owners = () if managed is None else managed.owners
         for other, key in ((module, name), *hook.tied_places, *owners):
-            if find_hook(unwrap(other), key) is not None:
-                places[unwrap(other), key] = None
-    return list(places)
+            place = unwrap(other), key
+            if find_hook(*place) is not None:
+                places[id(place[0]), key] = place
+    return list(places.values())
 
 
 @torch.no_grad()

@@ -336,7 +336,7 @@ class ScheduledPruner:
         # A function for the scores may change anything.
         reused = counted if self._importance_scores is None else None
         report = prune_parameters(arguments_of_step, ranks, reused)
-        self.sparsity, self.pruned_parameters = target, self.parameters
+        self.sparsity, self.pruned_parameters = target, list(self.parameters)
         return report
 
     def _arguments(

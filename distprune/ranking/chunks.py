@@ -152,7 +152,7 @@ def join_small(
 
 def call_all(
     call: Callable[..., R], items: Sequence[tuple[Any, ...]], num_bytes: int, are_safe: bool
-) -> Iterable[R]:
+) -> list[R]:
     """Map a function over items, on several threads where that is safe and worth it.
 
     Args:
@@ -162,12 +162,12 @@ def call_all(
         are_safe: whether they may run on several threads.
 
     Returns:
-        The results, in the order of the items. On one thread, an iterator that makes the calls.
+        The results, in the order of the items.
     """
     most = min(torch.get_num_threads(), _MAX_THREADS, len(items)) if are_safe else 1
     if most < 2 or num_bytes < _THREADED_CHUNK * len(items):
         scratch = Scratch()
-        return itertools.starmap(call, [(*item, scratch) for item in items])
+        return list(itertools.starmap(call, [(*item, scratch) for item in items]))
     results: list[Any] = [None] * len(items)
     places = iter(range(len(items)))  # each thread takes the next one
 

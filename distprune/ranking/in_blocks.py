@@ -166,7 +166,7 @@ class _Blocked:
                 chunks.append(Chunk([(i, first, first + len(span) * band)], True))
             for positions in rest:
                 chunks += Chunk([(i, positions.start, positions.stop)], False).cut(_CHUNK)
-        counts = list(self._ranking.visit(chunks, self._write_chunk))
+        counts = self._ranking.visit(chunks, self._write_chunk)
         self.num_pruned += per_shard(chunks, [pruned for pruned, _ in counts], len(self._parts))
         return torch.from_numpy(per_shard(chunks, [nan for _, nan in counts], len(self._parts)))
 

@@ -14,7 +14,7 @@ Small shards, many of them in a chunk, are not drafted: they are read again, in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -286,7 +286,7 @@ class Passes:
                 self.store(chunk, stay)
             return tuple(found)
 
-        scanned = list(self.visit(chunks, scan))
+        scanned = self.visit(chunks, scan)
         counts = on_host([own for own, _, _ in scanned])
         totals: Array = np.zeros((edges.shape[1] + 1, len(self.shards)), dtype=np.int64)
         self._drafted.fill(0)
@@ -383,7 +383,7 @@ class Passes:
                 where,
             )
 
-    def visit(self, chunks: Sequence[Chunk], call: Callable[..., R]) -> Iterable[R]:
+    def visit(self, chunks: Sequence[Chunk], call: Callable[..., R]) -> list[R]:
         """Map a function over chunks, on several threads where that is safe and worth it."""
         num_bytes = sum([int(chunk.bounds[-1]) for chunk in chunks]) * self.keys.dtype.itemsize
         return call_all(call, [(chunk,) for chunk in chunks], num_bytes, self._are_safe)

@@ -87,7 +87,7 @@ def per_part(
             items.append((i, span))
             num_bytes += len(span) * part.dtype.itemsize
     numbers: list[list[int]] = [[] for _ in parts]
-    found = on_host(list(call_all(measure, items, num_bytes, are_safe)))
+    found = on_host(call_all(measure, items, num_bytes, are_safe))
     for (i, _), number in zip(items, found, strict=True):
         numbers[i].append(number)
     return [combine(own or [0]) for own in numbers]
