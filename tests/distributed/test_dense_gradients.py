@@ -273,5 +273,24 @@ def refused_by_rigl() -> None:
         assert torch.equal(mask.to_local(), other.to_local())
 
 
+class Equal(nn.Linear):
+    """A layer that is equal to all others of its kind."""
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    def __hash__(self):
+        return 0
+
+
+def test_modules_that_are_equal_are_not_the_same():
+    layers = [Equal(4, 4, bias=False) for _ in range(2)]
+    pairs = [(layer, "weight") for layer in layers]
+    prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
+    with dynamic.dense_gradients(pairs):
+        layers[1](layers[0](torch.ones(1, 4))).sum().backward()
+        assert all(layer.weight_orig.grad[layer.weight_mask == 0].any() for layer in layers)
+
+
 def test_rigl_and_set_refuse():
     run_ranks(refused_by_rigl, 2)
