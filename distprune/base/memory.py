@@ -159,6 +159,25 @@ def is_one(mask: Tensor, out: Array | None = None) -> Array:
     return flags
 
 
+def is_zero(mask: Tensor, out: Array | None = None) -> Array:
+    """bool, of the mask's shape: where it is +0 or -0.
+
+    Args:
+        out: bool, where to write it.
+    """
+    if mask.is_floating_point() and mask.itemsize == 1:
+        mask = mask != 0  # numpy has no float8
+    numbers: Array
+    if mask.dtype is torch.bool:
+        numbers = mask.view(torch.uint8).numpy()
+    elif mask.dtype is torch.bfloat16:
+        numbers = mask.view(torch.int16).numpy() << 1  # shifts the sign out
+    else:
+        numbers = mask.numpy()
+    flags: Array = np.equal(numbers, 0, out=out)
+    return flags
+
+
 @functools.cache
 def bits_of_one(dtype: torch.dtype) -> np.integer[Any]:
     """The bits of 1 in a dtype, as an integer of its size."""
@@ -181,14 +200,8 @@ def zero_pruned(values: Tensor, mask: Tensor) -> None:
     if values.device.type != "cpu" or values.itemsize not in INTEGERS:
         values.masked_fill_(mask.logical_not(), 0)
         return
-    if mask.dtype is torch.bool:
-        keep = mask.view(torch.uint8).numpy() != 0
-    elif mask.dtype is torch.bfloat16:
-        keep = (mask.view(torch.int16).numpy() << 1) != 0  # shifts the sign out
-    else:
-        keep = mask.numpy() != 0
     bits = values.view(INTEGERS[values.itemsize]).numpy()
-    np.multiply(bits, keep, out=bits)
+    np.multiply(bits, ~is_zero(mask), out=bits)
 
 
 LARGEST_HASH = 2**63 - 2

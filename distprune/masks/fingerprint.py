@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +34,8 @@ from distprune.shards.geometry import IndexMap
 from distprune.shards.shard import Shard
 
 _BITS = 32  # of a word
-_TABLE_LOG2 = 15  # log2 of the words whose weights are looked up in one table
+_TABLE_LOG2 = 15
+_TABLE = 1 << _TABLE_LOG2  # the words whose weights are in one table
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 20, 1 << 25  # elements at a time
 
 
@@ -58,10 +60,7 @@ def fingerprint_parts(shards: Sequence[Shard], masks: Sequence[Tensor]) -> list[
     for number, (shard, mask) in enumerate(zip(shards, masks, strict=True)):
         start, size = shard.index.start, shard.flat_values.shape[0]
         if start is not None and 0 < size <= memory.SERIAL and not (start | size) % _BITS:
-            kind = mask.dtype, mask.device
-            if kind not in joined:
-                joined[kind] = []
-            joined[kind].append(number)
+            joined.setdefault((mask.dtype, mask.device), []).append(number)
         else:
             order.append(number)
             zero = torch.zeros((), dtype=torch.int64, device=mask.device)
@@ -77,58 +76,75 @@ def fingerprint_parts(shards: Sequence[Shard], masks: Sequence[Tensor]) -> list[
 
 def _sums_of_words(flat: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
     """Of masks of whole words, int64 [masks]; ``starts``: where each begins in its parameter."""
-    words = _packed(torch.cat(list(flat)) == 0)
+    words = _packed(torch.cat(list(flat)))
     if len(flat) == 1:
-        return _weighted(words, torch.arange(words.shape[0]) + starts[0] // _BITS).sum()
+        return _weighted(words[None], torch.tensor(starts) // _BITS).sum()
     sizes = torch.tensor([each.shape[0] for each in flat]) // _BITS
     of_mask = torch.arange(len(flat)).repeat_interleave(sizes)
     begins = torch.tensor(starts) // _BITS - sizes.cumsum(0) + sizes
-    weighted = _weighted(words, torch.arange(words.shape[0]) + begins[of_mask])
+    weighted = _weighted(words[:, None], torch.arange(words.shape[0]) + begins[of_mask])
     sums = torch.zeros(len(flat), dtype=torch.int64, device=words.device)
-    return sums.index_add_(0, memory.moved(of_mask, words.device), weighted)
+    return sums.index_add_(0, memory.moved(of_mask, words.device), weighted.view(-1))
 
 
 def _weighted(words: Tensor, numbers: Tensor) -> Tensor:
-    """Words, int64 on any device, times their weights; their numbers are int64 on the host."""
-    first, last = int(numbers.min()) >> _TABLE_LOG2, int(numbers.max()) >> _TABLE_LOG2
-    numbers = memory.moved(numbers, words.device)
+    """Words, int64 [rows, n] on any device, times their weights.
+
+    Args:
+        words: changed.
+        numbers: of the first word of each row, int64 [rows] on the host.
+    """
+    size, device = words.shape[1], words.device
+    first, last = int(numbers.min()) >> _TABLE_LOG2, int(numbers.max()) + size - 1 >> _TABLE_LOG2
     # Each word has a weight in its table, times the table's own.
-    weights = _odd(0, (1 << _TABLE_LOG2) - 1, 3, words.device)[numbers % (1 << _TABLE_LOG2)]
-    factors = _odd(first, last, 4, words.device)
-    return weights.mul_(factors[(numbers >> _TABLE_LOG2) - first]).mul_(words)
+    weights, factors = _odd(0, _TABLE - 1, 3, device), _odd(first, last, 4, device)
+    if first == last and len(numbers) == 1:  # a slice is read faster than an index
+        start = int(numbers) % _TABLE
+        return words.mul_(weights[start : start + size]).mul_(factors)
+    numbers = memory.moved(numbers[:, None] + torch.arange(size), device)
+    return words.mul_(weights[numbers % _TABLE]).mul_(factors[(numbers >> _TABLE_LOG2) - first])
 
 
 def _words(index: IndexMap, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Words, int64, on the device of a flat mask, and their numbers, on the host."""
-    size, run = flat.numel(), index.run or 1
+    """Rows of words, int64, on the device of a flat mask, and the number of each row's first."""
+    size, run, lead = flat.numel(), index.run or 1, 0
     block = _CPU_BLOCK if memory.takes_numpy(flat.device) else _DEVICE_BLOCK
     if index.start is not None:
-        run = max(1, min(size, block))
+        run, lead = block, index.start % block  # pieces end where tables do
     elif index.offset or size % run or ((index(torch.arange(0, size, run)) | run) % _BITS).any():
         run = 1  # not whole words
     step = max(1, block // run) * run
-    for first in range(0, size, step):
-        pruned = flat[first : first + step] == 0
-        numel = pruned.numel()
-        run = min(run, numel)
-        starts = index(torch.arange(first, first + numel, run))
-        lead, numbers = starts % _BITS, starts // _BITS
-        if run == 1:
-            yield pruned.long() << memory.moved(lead, flat.device), numbers
-            continue
-        if run == numel:  # else they are whole words
-            pruned = nn.functional.pad(pruned, (int(lead), -(int(lead) + run) % _BITS))
-        words = _packed(pruned).view(len(numbers), -1)
-        yield words, numbers.unsqueeze(1) + torch.arange(words.shape[1])
+    first = 0
+    while first < size:
+        piece = flat[first : first + step - lead]
+        numel = piece.shape[0]
+        length = min(run, numel)
+        starts = index(torch.arange(first, first + numel, length))
+        first, lead = first + numel, 0
+        shifts, numbers = starts % _BITS, starts // _BITS
+        if length == 1:
+            shifts = memory.moved(shifts, flat.device)
+            yield (piece == 0).long()[:, None] << shifts[:, None], numbers
+        else:  # the only row, or rows of whole words
+            yield _packed(piece, int(shifts[0])).view(len(numbers), -1), numbers
 
 
-def _packed(pruned: Tensor) -> Tensor:
-    """Bits, bool [32 n], as words, int64 [n]; the first bit is the lowest one."""
-    if memory.takes_numpy(pruned.device):
-        packed = torch.from_numpy(memory.pack(pruned.numpy()))
+def _packed(mask: Tensor, lead: int = 0) -> Tensor:
+    """The zeros of a mask, 1-d, as bits of words, int64; the first bit is the lowest one.
+
+    Args:
+        lead: the bit of the first element.
+    """
+    trail = -(lead + mask.shape[0]) % _BITS
+    if memory.takes_numpy(mask.device):
+        bits = np.empty(lead + mask.shape[0] + trail, dtype=bool)
+        bits[:lead] = bits[lead + mask.shape[0] :] = False
+        memory.is_zero(mask, out=bits[lead : lead + mask.shape[0]])
+        packed = torch.from_numpy(memory.pack(bits))
     else:
+        flags = nn.functional.pad(mask == 0, (lead, trail))
         # The highest byte of each product has the lowest bits of the eight bytes of its factor.
-        packed = ((pruned.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
+        packed = ((flags.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
     return packed.view(torch.int32).long() & 0xFFFFFFFF
 
 

@@ -215,7 +215,11 @@ class Passes:
         if 0 < index < ALL:
             ties = operations.positions_of(keys, threshold)
             indices = self.shards[i].index(select(positions, ties).long() + start)
-            torch.as_tensor(gone)[ties] = indices < index
+            before = indices < index
+            if memory.takes_numpy(keys.device):
+                gone[ties.numpy()] = before.numpy()
+            else:
+                gone[ties] = before
         number: Array | Tensor = operations.zero(self.outs[i][start:stop], positions, gone)
         return number
 

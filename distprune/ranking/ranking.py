@@ -128,7 +128,10 @@ class Intervals(NamedTuple):
                 own: Any = owners
                 if isinstance(owners, Tensor):
                     own = owners[start : start + _CHUNK].numpy()
-                is_inside = (some >= self.low[own]) & (some <= self.high[own])
+                low, high = self.low[own], self.high[own]
+                if isinstance(own, int):  # with an element of int64, numpy would widen the keys
+                    low, high = int(low), int(high)
+                is_inside = (some >= low) & (some <= high)
                 if not is_inside.all():
                     some = some[is_inside]
                     own = own if isinstance(own, int) else own[is_inside]
