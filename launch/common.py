@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from distprune.language_models import RunProgress
+    from distprune.files.team import Progress
 
 T = TypeVar("T")
 # accelerate sets MASTER_ADDR if it is asked for several processes, and RANK if it starts them.
@@ -42,11 +42,11 @@ class Job:
         if self.rank == 0:
             print(f"[{time.monotonic() - self.started:6.1f} s] {text}", flush=True)
 
-    def progress(self, label: str) -> Callable[[RunProgress], None]:
+    def progress(self, label: str) -> Callable[[Progress], None]:
         """A callback that prints the progress of a run about ten times."""
         printed = 0
 
-        def report(progress: RunProgress) -> None:
+        def report(progress: Progress) -> None:
             nonlocal printed
             tenths = 10 * progress.num_done // progress.total
             if tenths > printed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,9 @@ from distprune.files.errors import format_percent, format_size, printable
 from distprune.recipes import GroupRecipe
 
 if TYPE_CHECKING:  # torch comes with it
-    from distprune.files import team
     from distprune.files.checkpoint import Checkpoint
     from distprune.files.planning import Plan
     from distprune.files.reports import TensorReport
-    from distprune.language_models import RunProgress
 
 
 class _Errors(Console):
@@ -101,23 +99,17 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def files(self, state: team.Progress) -> None:
-        """Show a run over files."""
-        self._show(state.phase, state.num_bytes, state.total_bytes, format_size)
-
-    def windows(self, state: RunProgress) -> None:
-        """Show a run over windows of text."""
-        self._show(state.phase, state.num_done, state.total, _cell, f" {state.unit}")
-
     def read(self, total_bytes: int, num_bytes: int) -> None:
         """Show that some more of all bytes were read."""
         self._num_read += num_bytes
-        self._show("read", self._num_read, total_bytes, format_size)
+        self.show(("read", self._num_read, total_bytes, "bytes"))
 
-    def _show(
-        self, phase: str, done: int, total: int, size: Callable[[int], str], unit: str = ""
-    ) -> None:
-        text = f"{size(done)} of {size(total)}{unit}"
+    def show(self, state: tuple[str, int, int, str]) -> None:
+        """Show how far a run has come, as ``files.team.Progress`` says it."""
+        phase, done, total, unit = state
+        text = f"{done:,} of {total:,} {unit}"
+        if unit == "bytes":
+            text = f"{format_size(done)} of {format_size(total)}"
         self._bar.update(
             self._task, description=phase, total=max(total, 1), completed=done, text=text
         )
@@ -135,14 +127,9 @@ def counted(value: int, what: str) -> str:
     return f"{value:,} {what}" if value == 1 else f"{value:,} {what}s"
 
 
-def percent(part: int, whole: int) -> str:
-    """ "12.34 %", as :func:`format_percent`; "-" if the whole is 0."""
-    return format_percent(part, whole) if whole else "-"
-
-
 def share_text(part: int, whole: int) -> str:
     """ "1,234 of 5,678 elements (21.73 %)"."""
-    return f"{part:,} of {whole:,} elements ({percent(part, whole)})"
+    return f"{part:,} of {whole:,} elements ({format_percent(part, whole)})"
 
 
 def time_text(run: Mapping[str, Any]) -> str:
@@ -163,7 +150,7 @@ def show_counts(terminal: Terminal, tensors: Iterable[TensorReport]) -> None:
     """Write a table of tensors: how many of their elements are pruned."""
     numbers = ("elements", "pruned", "sparsity")
     counts = [(t.name, t.num_elements, t.num_pruned) for t in tensors]
-    rows = [(name, size, pruned, percent(pruned, size)) for name, size, pruned in counts]
+    rows = [(name, size, pruned, format_percent(pruned, size)) for name, size, pruned in counts]
     terminal.table(("tensor", *numbers), rows, right=numbers)
 
 
@@ -194,18 +181,12 @@ def show_warnings(terminal: Terminal, plan: Plan) -> None:
         terminal.note(f"Warning: {warning}")
     is_causal = "ForCausalLM" in str(plan.checkpoint.config.get("architectures"))
     is_much = plan.num_to_prune >= _TOO_MUCH_BY_MAGNITUDE * plan.num_elements
-    if is_causal and is_much and any(group.recipe.ranks_magnitudes for group in plan.groups):
+    if is_causal and is_much and any(group.recipe.score == "magnitude" for group in plan.groups):
         terminal.note(
             f"Warning: pruning {plan.num_to_prune / plan.num_elements:.0%} of a language model by "
             "magnitude may ruin it. With text such as it was trained on (--text FILE), gradients "
             "rank its weights, and the kept ones move: that loses far less. distprune eval "
             "measures it."
-        )
-    if any(group.recipe.ranks_raw for group in plan.groups if len(group.tensors) > 1):
-        terminal.note(
-            "Raw scores of several tensors are ranked together (normalize: none). Where their "
-            "scales differ, this may empty some of them; normalize: rms divides each tensor by its "
-            "rms first."
         )
 
 

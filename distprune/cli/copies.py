@@ -12,7 +12,7 @@ from pydantic import Field
 from distprune.cli import console
 from distprune.cli.options import ListingOptions, RanksOptions, WritingOptions, command
 from distprune.cli.process import DIFFERENT, process_group
-from distprune.files.errors import format_size
+from distprune.files.errors import format_percent, format_size
 
 
 @command("apply", WritingOptions, "MASKS", "SRC", "DST")
@@ -40,15 +40,10 @@ def apply(given: WritingOptions, masks: Path, src: Path, dst: Path) -> None:
         checkpoint = team.run(lambda: open_checkpoint(src))
         console.note_files(terminal, checkpoint)
         report = write(
-            masks, checkpoint, dst, progress=meter.files, replace=given.force, tell=terminal.note
+            masks, checkpoint, dst, progress=meter.show, replace=given.force, tell=terminal.note
         )
     if given.as_json:
-        values = {"source": checkpoint.folder, "masks": str(masks)}
-        counts = report.model_dump(include={"num_elements", "num_pruned"})
-        counts["num_tensors"] = len(report.tensors)
-        copied = [file.name for file in checkpoint.others]
-        files = {"copied": copied, "not_copied": dict(checkpoint.skipped)}
-        terminal.json(values | counts | files)
+        terminal.json(report.model_dump() | {"not_copied": dict(report.skipped)})
         return
     if given.verbose:
         console.show_counts(terminal, report.tensors)
@@ -82,7 +77,7 @@ def verify(given: VerifyOptions, dst: Path) -> None:
 
     terminal = given.terminal()
     with process_group(given.timeout), console.Meter(terminal) as meter:
-        result = check(dst, given.against, scores=given.scores, progress=meter.files)
+        result = check(dst, given.against, scores=given.scores, progress=meter.show)
     if given.as_json:
         terminal.json({"is_good": result.is_good, **asdict(result)})
     elif result.is_good:
@@ -92,7 +87,7 @@ def verify(given: VerifyOptions, dst: Path) -> None:
         terminal.text(
             f"{dst} {what} {given.against}: {format_size(result.num_bytes)} compared, "
             f"{result.num_pruned:,} of {result.num_elements:,} elements pruned "
-            f"({console.percent(result.num_pruned, result.num_elements)})."
+            f"({format_percent(result.num_pruned, result.num_elements)})."
         )
         if not result.has_order:
             terminal.text(
@@ -138,7 +133,7 @@ def diff(given: DiffOptions, a: Path, b: Path) -> None:
         numbers = ("elements that differ", "zero in both", "zero in A only", "zero in B only")
         rows: list[tuple[str | int, ...]] = []
         for tensor in tensors:
-            differs = f"differs in {console.percent(tensor.num_differing, tensor.numel)}"
+            differs = f"differs in {format_percent(tensor.num_differing, tensor.numel)}"
             zeros = (tensor.num_zero_in_both, tensor.num_zero_in_first, tensor.num_zero_in_second)
             if tensor.problem:
                 rows.append((tensor.name, tensor.problem, "", "", "", ""))

@@ -15,7 +15,7 @@ from distprune.base.blocks import parse_pattern
 from distprune.base.selecting import natural_key
 from distprune.cli import console
 from distprune.cli.options import ListingOptions, command, dims_by_pattern
-from distprune.files.errors import FilesError, OutputError, SelectionError
+from distprune.files.errors import FilesError, OutputError, SelectionError, format_percent
 from distprune.files.selecting import pattern_of
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ def _sums(facts: list[TensorFacts], patterns: Patterns) -> tuple[str | int, ...]
     zeros: tuple[str | int, ...] = ("-", "-")  # of a dtype whose values are not supported
     nums_zero = [tensor.num_zero for tensor in facts if tensor.num_zero is not None]
     if len(nums_zero) == len(facts):
-        zeros = (sum(nums_zero), console.percent(sum(nums_zero), numel))
+        zeros = (sum(nums_zero), format_percent(sum(nums_zero), numel))
     kept = [
-        console.percent(
+        format_percent(
             sum(tensor.num_kept.get(pattern, 0) for tensor in facts),
             sum(tensor.num_groups.get(pattern, 0) for tensor in facts),
         )

@@ -216,7 +216,7 @@ def evaluate(given: EvaluationOptions, model: Path) -> None:
             windows = read(given.texts, given.limit)
         loaded = None if given.wrap == "stream" else _load(given, model, kind)
         began = time.monotonic()
-        common: Any = {"batch_size": given.batch_size, "progress": meter.windows}
+        common: Any = {"batch_size": given.batch_size, "progress": meter.show}
         if windows is not None and loaded is not None:
             report = language_models.perplexity(loaded, windows, **common)
         elif windows is not None:
@@ -306,7 +306,7 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
                 else prune.statistics.ActivationStatistics(layers, allow_empty=given.allow_empty)
             )
         language_models.calibrate(
-            loaded, windows, statistics, batch_size=given.batch_size, progress=meter.windows
+            loaded, windows, statistics, batch_size=given.batch_size, progress=meter.show
         )
         statistics.save(given.out)
         facts = _facts(given, loaded, kind, began)
@@ -358,7 +358,7 @@ def write_text(given: OwnTextOptions, model: Path, file: Path) -> None:
             windows=given.windows,
             length=given.length_for(model),
             seed=given.seed,
-            progress=meter.windows,
+            progress=meter.show,
         )
         facts = _facts(given, loaded, kind, began)
         if terminal.is_leader:
@@ -428,9 +428,9 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
         loaded = language_models.load_sharded(model, dtype=dtype, device=device)
         if given.own_text:
             size: Any = {"windows": given.windows, "length": given.length_for(model)}
-            own = language_models.write_text(loaded, tokenizer, **size, progress=meter.windows)
+            own = language_models.write_text(loaded, tokenizer, **size, progress=meter.show)
             windows = own if windows is None else windows + own
-        run: Any = {"batch_size": given.batch_size, "progress": meter.windows}
+        run: Any = {"batch_size": given.batch_size, "progress": meter.show}
         choice: Any = {"update": given.update != "none", "unseen_first": given.unseen_first}
         small, report = language_models.shrink(loaded, windows, **shares, **choice, **run)
         stored = config.dtype or loaded.dtype

@@ -84,13 +84,10 @@ def run_selftest(arguments: Sequence[str]) -> int:
         description=SELFTEST,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags = {
-        "--json": "print one JSON document",
-        "--cpu": "test gloo on the CPU, not accelerators",
-        "--share": "let several ranks share an accelerator, over gloo",
-    }
-    for flag, text in flags.items():
-        parser.add_argument(flag, action="store_true", help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--cpu", action="store_true", help="test gloo on the CPU, not accelerators")
+    text = "let several ranks share an accelerator, over gloo"
+    parser.add_argument("--share", action="store_true", help=text)
     text = "of torch's process groups, in seconds (default 60)"
     parser.add_argument("--timeout", type=float, default=60.0, help=text)
     options = parser.parse_args(arguments)

@@ -185,7 +185,7 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
             console.show_warnings(terminal, plan)
             terminal.note(console.summary(plan))
             report = pruning.prune(
-                plan, dst, progress=meter.files, replace=given.force, tell=terminal.note
+                plan, dst, progress=meter.show, replace=given.force, tell=terminal.note
             )
     for warning in report.warnings:
         terminal.note(f"Warning: {warning}")
@@ -212,7 +212,7 @@ def _show_report(
         if name:
             terminal.text(f"{name}{console.share_text(group.num_pruned, group.num_elements)}.")
         if group.threshold is not None:
-            is_magnitude = part.ranks_magnitudes and part.divisor is None
+            is_magnitude = part.score == "magnitude" and part.divisor is None
             what = "magnitude" if is_magnitude else "score"
             terminal.text(
                 f"{name}Largest pruned {what}: {group.threshold:.6g}"
@@ -252,8 +252,8 @@ def _prune_by_text(
                 evaluation=evaluation,
                 rounds=given.rounds,
                 device=kind,
-                progress=meter.windows,
-                progress_of_files=meter.files,
+                progress=meter.show,
+                progress_of_files=meter.show,
                 keep_scores=given.keep_scores,
                 replace=given.force,
                 tell=terminal.note,

@@ -78,8 +78,10 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_percent(part: int, whole: int) -> str:
-    """ "12.34 %"; 0.00 and 100.00 only if the fraction is exactly that, or the whole is 0."""
-    percent = 100 * part / whole if whole else 0.0
+    """ "12.34 %"; 0.00 and 100.00 only if the fraction is exactly that; "-" if the whole is 0."""
+    if not whole:
+        return "-"
+    percent = 100 * part / whole
     if 0 < part < whole:
         percent = min(max(percent, 0.01), 99.99)
     return f"{percent:.2f} %"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -20,19 +19,23 @@ T = TypeVar("T")
 _SECONDS = 0.5  # between reports of progress
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come, by what this rank has done: all ranks do about as much.
+class Progress(NamedTuple):
+    """How far a run has come.
 
     Attributes:
-        phase: "count", "write" or "verify".
-        num_bytes: finished bytes of the phase, by this run and earlier ones.
-        total_bytes: of the phase.
+        phase: what is under way: "count", "write" or "verify" of files, by what this rank has done,
+            because all ranks do about as much; "evaluate", "calibrate", "write", "prune" or
+            "polish" of a language model, the same on every rank.
+        num_done: how many units are finished, by all ranks together, in earlier runs too.
+        total: units of the phase.
+        unit: what is counted: "bytes"; "windows"; "steps"; or "forwards of a layer", of one window
+            each, where a model is streamed and its passes take unequally long.
     """
 
     phase: str
-    num_bytes: int
-    total_bytes: int
+    num_done: int
+    total: int
+    unit: str = "bytes"
 
 
 class Team(Communicator):
@@ -49,9 +52,9 @@ class Team(Communicator):
     def __init__(
         self, communicator: Communicator, progress: Callable[[Progress], None] | None = None
     ) -> None:
-        super().__init__((), communicator.ranks, communicator.rank)
+        own = communicator
+        super().__init__(own._groups, own.ranks, own.rank, own._device)
         self.is_leader = self.index == 0
-        self._communicator = communicator
         self._progress = progress or (lambda state: None)
         self._state = Progress("", 0, 0)
         self._shown_at = 0.0
@@ -105,9 +108,9 @@ class Team(Communicator):
         state, now = self._state, time.monotonic()
         if phase != state.phase:
             return
-        done = min(state.num_bytes + num_bytes * self.size, state.total_bytes)
-        self._state = Progress(state.phase, done, state.total_bytes)
-        if now >= self._shown_at + _SECONDS or done == state.total_bytes:
+        done = min(state.num_done + num_bytes * self.size, state.total)
+        self._state = state._replace(num_done=done)
+        if now >= self._shown_at + _SECONDS or done == state.total:
             self._shown_at = now
             self._progress(self._state)
 
@@ -127,10 +130,8 @@ class Team(Communicator):
         raise getattr(errors, kind)(text) from error
 
     def _reduce(self, values: Tensor, op: Op) -> Tensor:
-        if self.size == 1:
-            return values
         try:
-            return self._communicator._reduce(values, op)
+            return super()._reduce(values, op)
         except RuntimeError as error:  # of torch.distributed, with any backend
             raise RanksError(
                 f"a rank was lost, or did not answer in time ({error}). Run the same command "

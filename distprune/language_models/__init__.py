@@ -21,14 +21,13 @@ from distprune.language_models.calibrating import (
 from distprune.language_models.folders import load_sharded, load_tokenizer, save_sharded
 from distprune.language_models.losses import PerplexityReport, TextPerplexity, perplexity
 from distprune.language_models.polishing import polish
-from distprune.language_models.running import RunProgress
 from distprune.language_models.shrinking import ShrinkReport, ShrunkLayer, shrink
 from distprune.language_models.text import TokenWindows, read_windows
 from distprune.language_models.writing import write_text
 
 __all__ = [
-    "PerplexityReport", "RunProgress", "ShrinkReport", "ShrunkLayer", "TextPerplexity",
-    "TextScores", "TokenWindows", "calibrate", "linear_layers", "load_sharded", "load_tokenizer",
-    "perplexity", "polish", "prune_block_by_block", "prune_in_rounds", "read_windows",
-    "save_sharded", "shrink", "write_text",
+    "PerplexityReport", "ShrinkReport", "ShrunkLayer", "TextPerplexity", "TextScores",
+    "TokenWindows", "calibrate", "linear_layers", "load_sharded", "load_tokenizer", "perplexity",
+    "polish", "prune_block_by_block", "prune_in_rounds", "read_windows", "save_sharded", "shrink",
+    "write_text",
 ]  # fmt: skip

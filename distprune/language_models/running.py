@@ -21,29 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distprune.base.naming import named_modules, unwrap
 from distprune.base.pruned_form import is_dtensor
+from distprune.files.team import Progress
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import is_distributed, over_groups, world
 from distprune.wrappers.wrapper import managed_parameters
 
-
-class RunProgress(NamedTuple):
-    """How far a run over windows is; the same on every rank.
-
-    Attributes:
-        phase: what it is: "evaluate", "calibrate" or "prune".
-        num_done: how many units are finished, by all ranks together.
-        total: units of the run.
-        unit: what is counted: "windows"; or "forwards of a layer", of one window each, where a
-            model is streamed and its passes take unequally long.
-    """
-
-    phase: str
-    num_done: int
-    total: int
-    unit: str = "windows"
-
-
-Report = Callable[[RunProgress], object]
+Report = Callable[[Progress], object]
 
 
 @dataclass(frozen=True)
@@ -149,7 +132,7 @@ def reporter(
         nonlocal num_done
         num_done += number
         if report is not None:
-            report(RunProgress(phase, num_done, total, unit))
+            report(Progress(phase, num_done, total, unit))
 
     return add
 

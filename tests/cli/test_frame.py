@@ -12,11 +12,10 @@ from click.testing import CliRunner
 from commands import environment, start
 
 from distprune.cli.app import app
-from distprune.cli.console import percent
 from distprune.cli.options import option_name
 from distprune.cli.prune import prune
 from distprune.files import planning
-from distprune.files.errors import format_size
+from distprune.files.errors import format_percent, format_size
 from distprune.recipes import Recipe, load_recipe, shipped_recipes
 from helpers.sampling import every
 from helpers.tiny_checkpoints import save
@@ -103,8 +102,9 @@ def test_env_says_what_a_report_needs(run, tmp_path):
 
 
 def test_numbers_are_not_rounded_to_what_they_are_not():
-    assert percent(1, 10**9) == "0.01 %" and percent(10**9 - 1, 10**9) == "99.99 %"
-    assert percent(0, 3) == "0.00 %" and percent(3, 3) == "100.00 %" and percent(0, 0) == "-"
+    parts = ((1, 10**9), (10**9 - 1, 10**9), (0, 3), (3, 3), (0, 0))
+    shares = [format_percent(part, whole) for part, whole in parts]
+    assert shares == ["0.01 %", "99.99 %", "0.00 %", "100.00 %", "-"]
     sizes = [format_size(n) for n in (999, 1500, 3e9, 2e12)]
     assert sizes == ["999 B", "1.5 kB", "3.0 GB", "2.0 TB"]
 

@@ -142,7 +142,7 @@ def test_apply_puts_masks_on_another_checkpoint(run, tmp_path):
         expected = tensor.clone()
         if name.startswith("layers") or name == "conv.weight":
             drop = pruned[name] == 0
-            counts.update(num_elements=drop.numel(), num_pruned=int(drop.sum()), num_tensors=1)
+            counts.update(num_elements=drop.numel(), num_pruned=int(drop.sum()))
             assert int(drop.sum()) == round(0.8 * drop.numel())
             expected[drop] = 0
         bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]

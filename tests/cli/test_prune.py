@@ -76,7 +76,7 @@ def test_progress_is_a_line_every_ten_seconds(monkeypatch, is_terminal, is_quiet
     with console.Meter(terminal) as meter:
         for seconds in (1, 9, 11, 12, 22):
             now[0] += seconds
-            meter.files(Progress("write", 3 * 10**9, 6 * 10**9))
+            meter.show(Progress("write", 3 * 10**9, 6 * 10**9))
     assert file.getvalue().splitlines() == ["write: 3.0 GB of 6.0 GB"] * 4 * (not is_quiet)
 
 
@@ -84,7 +84,7 @@ def test_progress_is_a_bar_on_a_terminal():
     terminal, file = Terminal(), io.StringIO()
     terminal.errors = Console(file=file, force_terminal=True, width=100)
     with console.Meter(terminal) as meter:
-        meter.files(Progress("write", 3 * 10**9, 6 * 10**9))
+        meter.show(Progress("write", 3 * 10**9, 6 * 10**9))
     assert "write" in file.getvalue() and "3.0 GB of 6.0 GB" in file.getvalue()
 
 
@@ -107,7 +107,6 @@ def tensors():
 def test_a_tensor_that_loses_nearly_all_is_named_with_its_share(run, tensors, tmp_path):
     source = save(tmp_path / "source", tensors)
     raw = ("-s", "0.5", "--normalize", "none")
-    assert "may empty some of them; normalize: rms" in run("plan", source, *raw).err
     done = run("prune", source, tmp_path / "out", *raw, "--json")
     assert done.code == 0
     (warning,) = done.json["warnings"]

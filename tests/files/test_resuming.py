@@ -359,8 +359,8 @@ def test_a_run_that_was_stopped_goes_on_with_any_number_of_ranks(source, tmp_pat
     assert len(said) == 1 and said[0].startswith("Resuming: ")
     for phase in ("count", "write"):
         states = [state for state in seen if state.phase == phase]
-        numbers = [state.num_bytes for state in states]
-        assert numbers == sorted(numbers) and numbers[-1] == states[0].total_bytes
+        numbers = [state.num_done for state in states]
+        assert numbers == sorted(numbers) and numbers[-1] == states[0].total
         assert phase == "count" or numbers[0] > done
     assert tree_digest(target, RUN) == wanted
 
