@@ -25,7 +25,7 @@ ROOMS = {
     "cli": (1383, 9),
     "criteria": (685, 3),
     "dynamic.py": (128, 1),
-    "files": (2399, 13),
+    "files": (2388, 13),
     "integrations": (791, 6),
     "language_models": (1689, 10),
     "layouts.py": (13, 1),
@@ -33,7 +33,7 @@ ROOMS = {
     "methods": (670, 4),
     "ranking": (1644, 9),
     "ranks": (327, 2),
-    "recipes": (320, 1),
+    "recipes": (301, 1),
     "reconstruction.py": (288, 1),
     "schedule.py": (228, 1),
     "selftest.py": (291, 1),
@@ -44,7 +44,7 @@ ROOMS = {
     "verification.py": (572, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19934, 120)
+TOTAL = (19904, 120)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 29046, "launch": 831}
 NO_CODE = {

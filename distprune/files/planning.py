@@ -345,7 +345,7 @@ def bytes_to_count(plan: Plan) -> int:
         recipe, weights = group.recipe, sum(tensor.entry.nbytes for tensor in group.tensors)
         if recipe.score == "ria":  # needs the sums of rows and columns first
             total += 2 * weights
-        if recipe.needs_input_dim or recipe.score == "random":
+        if recipe.group_rule.needs_input_dim or recipe.score == "random":
             continue
         num_reads = 1 + 2 * (recipe.divisor is not None) + 3 * (recipe.budget == "owl")
         if recipe.reads_scores:  # of 32 bits, if the plan awaits them

@@ -27,21 +27,11 @@ from distprune.files.errors import CheckpointError, NaNError
 from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
 from distprune.files.statistics_file import StoredStatistics
 from distprune.files.team import Team
-from distprune.ranking import sums
+from distprune.ranking import scores, sums
 from distprune.ranking.chunks import Chunk, Part
 from distprune.ranking.in_blocks import lowest_of
 from distprune.ranking.passes import Cuts
 from distprune.ranking.ranking import ChangedError, Ranking, cut_within
-from distprune.ranking.scores import (
-    RANDOM_KEYS,
-    FactorScores,
-    RandomKeys,
-    Runs,
-    ScoreSource,
-    key_range,
-    terms_on,
-)
-from distprune.ranking.sums import Scored
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import IndexMap, MatrixRun, index_map
@@ -57,7 +47,7 @@ Piece = tuple[int, Array, Array]
 Pieces = Callable[[TensorEntry], Iterator[Piece]]
 
 
-class FileValues(ScoreSource):
+class FileValues(scores.ScoreSource):
     """The elements of a stored tensor as a source of scores.
 
     Args:
@@ -94,7 +84,7 @@ class FileValues(ScoreSource):
         self._count(bits.nbytes)
         return torch.from_numpy(bits).view(self.dtype)
 
-    def gather(self, runs: Runs) -> Tensor:
+    def gather(self, runs: scores.Runs) -> Tensor:
         """The elements of some runs."""
         bits: Array = np.empty((len(runs.numbers), runs.length), dtype=self._bits)
         places = self._entry.start + (runs.start + runs.numbers * runs.length) * bits.itemsize
@@ -179,19 +169,19 @@ class RankedTensors:
             recipe, parts = group.recipe, self._parts([tensor.entry for tensor in group.tensors])
             sizes = [part.numel for part in parts]
             with self._errors_of(group):
-                scores, keys = self._scores(group, parts), RANDOM_KEYS
+                sources, keys = self._scores(group, parts), scores.RANDOM_KEYS
                 divisors: list[float] | None = None
                 if recipe.divisor is not None:
-                    scored = list(map(Scored, parts, scores))
-                    scores, divisors = sums.normalized(scored, recipe.divisor, sizes, team)
+                    scored = list(map(sums.Scored, parts, sources))
+                    sources, divisors = sums.normalized(scored, recipe.divisor, sizes, team)
                 if recipe.score != "random":
-                    dtype = functools.reduce(torch.promote_types, [each.dtype for each in scores])
-                    keys = key_range(dtype)
+                    dtype = functools.reduce(torch.promote_types, [each.dtype for each in sources])
+                    keys = scores.key_range(dtype)
                 most = _MOST_COLLECTED * team.size
-                ranking = Ranking(parts, (keys, scores), sizes, team, most_collected=most)
+                ranking = Ranking(parts, (keys, sources), sizes, team, most_collected=most)
                 ranked = RankedGroup(group, ranking, divisors, bounds=[None] * len(parts))
                 self.groups.append(ranked)
-                if recipe.needs_input_dim:
+                if recipe.group_rule.needs_input_dim:
                     continue
                 if recipe.budget is not None or not recipe.is_global:
                     counts, ranked.bounds = self._counts_of(group, parts)
@@ -270,13 +260,13 @@ class RankedTensors:
             offset += size
         return parts
 
-    def _scores(self, group: PlannedGroup, parts: Sequence[Part]) -> list[ScoreSource]:
+    def _scores(self, group: PlannedGroup, parts: Sequence[Part]) -> list[scores.ScoreSource]:
         """What ranks the tensors of a group, before it is divided. Collective."""
         score, names = group.recipe.score, [part.name for part in parts]
         if score == "random":
             ends = np.cumsum([part.numel for part in parts]).tolist()
             return [
-                RandomKeys(self._seed, end - part.numel, part.index, part.numel, CPU)
+                scores.RandomKeys(self._seed, end - part.numel, part.index, part.numel, CPU)
                 for part, end in zip(parts, ends, strict=True)
             ]
         if group.recipe.reads_scores:
@@ -296,7 +286,7 @@ class RankedTensors:
         sizes = [part.numel for part in parts]
         counts = [t.num_to_prune for t in group.tensors if t.num_to_prune is not None]
         if group.recipe.budget == "owl":
-            scored = [Scored(part, self._factored(part.name, "wanda")) for part in parts]
+            scored = [sums.Scored(part, self._factored(part.name, "wanda")) for part in parts]
             blocks = [budgets.block_of(part.name) for part in parts]
             ratios = budgets.outlier_ratios(scored, sizes, blocks, budgets.OWL_MULTIPLE, self._team)
             exact = [budgets.exact_number("outlier ratio", ratio) for ratio in ratios]
@@ -322,22 +312,22 @@ class RankedTensors:
         for tensor in group.tensors:
             entry, layout = tensor.entry, self._stored(tensor.entry.name).layout
             (part,) = self._parts([entry])
-            scored = Scored(part, self._values[entry.name])
+            scored = sums.Scored(part, self._values[entry.name])
             weight = scored, _whole(layout.shape), layout
             (self._sums[entry.name],) = sums.magnitude_sums([weight], self._team)
 
-    def _factored(self, name: str, score: str) -> ScoreSource:
+    def _factored(self, name: str, score: str) -> scores.ScoreSource:
         """The scores of a tensor that are made of its weights and of statistics."""
         layout = self._stored(name).layout
         matrix, _ = sums.matrices_of(_whole(layout.shape), layout)
         terms = functools.partial(self._terms, name, score, matrix)
-        return FactorScores(self._values[name], matrix, terms, are_signed=False)
+        return scores.FactorScores(self._values[name], matrix, terms, are_signed=False)
 
     def _make_terms(self, name: str, score: str, matrix: MatrixRun) -> list[list[Tensor]]:
         stored = self._stored(name)
         found = _factored_of(stored, score, self._sums.get(name, ()))
         dtype = torch.promote_types(self._values[name].dtype, torch.float32)
-        return terms_on(matrix, found, stored.layout.shape, CPU, dtype)
+        return scores.terms_on(matrix, found, stored.layout.shape, CPU, dtype)
 
     def _stored(self, name: str) -> StoredStatistics:
         assert self._plan.statistics is not None

@@ -109,16 +109,15 @@ def _reasons(checkpoint: Checkpoint, recipe: GroupRecipe) -> tuple[list[str], li
     selected = [e for e, reason in zip(checkpoint.tensors, reasons, strict=True) if not reason]
     if not patterns:
         _refuse_adapter(checkpoint, ADAPTER in reasons and not selected)
-    layouts = Layouts(checkpoint, recipe.input_dims)
+    layouts, rule = Layouts(checkpoint, recipe.input_dims), recipe.group_rule
     for entry in selected:
         if entry.dtype not in PLAIN_FLOATS:
             raise SelectionError(
                 f"tensor {entry.name} is {entry.dtype}; expected one of "
                 f"{', '.join(PLAIN_FLOATS)}. Dequantise the checkpoint, or exclude the tensor."
             )
-        if recipe.needs_input_dim:
-            label = f"tensor {entry.name}"
-            misfit = recipe.group_rule.misfit(label, entry.shape, layouts.of(entry))
+        if rule.needs_input_dim:
+            misfit = rule.misfit(f"tensor {entry.name}", entry.shape, layouts.of(entry))
             if misfit is not None:
                 raise SelectionError(misfit)
     _check_tied(checkpoint, {entry.name for entry in selected})
@@ -240,7 +239,9 @@ class Layouts:
             is_turned = is_conv1d and bool(self._types & _CONV1D_FAMILIES)
         elif (partner := self._is_turned_by_partner(entry)) is not None:
             is_turned = partner
-        elif len(shape) == 3 and (_EXPERTS.search(name) or not _is_convolution(entry)):
+        elif len(shape) == 3 and (
+            _EXPERTS.search(name) or not ("conv" in name.lower() or columns == 1)
+        ):
             raise self._unknown(entry, "families differ in how they stack matrices")
         elif _ENLARGES.search(name):
             raise self._unknown(entry, "it may be a transposed convolution")
@@ -273,11 +274,6 @@ class Layouts:
             "convolution the dimension of the inputs and those of the kernel: 1,2,3 for "
             "[out, in, *kernel]."
         )
-
-
-def _is_convolution(entry: TensorEntry) -> bool:
-    """Whether a tensor of three dimensions is the weight of a convolution."""
-    return "conv" in entry.name.lower() or entry.shape[2] == 1
 
 
 def model_types(config: Mapping[str, Any]) -> set[str]:

@@ -76,6 +76,10 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str | int) else value
 
 
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _pattern(value: Any) -> str:
     try:
         n, m = parse_pattern(value)
@@ -113,13 +117,7 @@ Dims = Annotated[
     Field(strict=False, min_length=1),
     BeforeValidator(_listed, json_schema_input_type=int | list[int]),
 ]
-PathText = Annotated[
-    _Name,
-    BeforeValidator(
-        lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value,
-        json_schema_input_type=str,
-    ),
-]
+PathText = Annotated[_Name, BeforeValidator(_path, json_schema_input_type=str)]
 Steps = Annotated[
     Schedule,
     PlainValidator(_schedule, json_schema_input_type=dict[str, Any]),
@@ -172,54 +170,49 @@ class GroupRecipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     sparsity: Share | None = Field(
-        default=None, description="Share to prune, 0 to 1; it becomes an exact count."
+        None, description="Share to prune, 0 to 1; it becomes an exact count."
     )
     pattern: Annotated[str, BeforeValidator(_pattern, json_schema_input_type=str)] | None = Field(
-        default=None, description="Keep N of every M neighbours along the inputs: 2:4."
+        None, description="Keep N of every M neighbours along the inputs: 2:4."
     )
     schedule: Steps | None = Field(
-        default=None, description="The sparsity over the steps of training; models only."
+        None, description="The sparsity over the steps of training; models only."
     )
     scope: Scope = Field(
-        default="global",
-        description="What is ranked together: all, each tensor, or each output row.",
+        "global", description="What is ranked together: all, each tensor, or each output row."
     )
     score: Literal[
         "magnitude", "random", "wanda", "stade", "ria", "fisher", "taylor", "elementwise_fisher",
         "given",
     ] = Field(
-        default="magnitude",
+        "magnitude",
         description="What ranks weights: magnitude, random, wanda, stade, ria, fisher, taylor, "
         "elementwise_fisher, or given (by scores).",
     )  # fmt: skip
     budget: Literal["uniform", "erk", "owl"] | None = Field(
-        default=None, description="Rule that divides the pruned weights among the tensors."
+        None, description="Rule that divides the pruned weights among the tensors."
     )
     normalize: Literal["rms", "l2", "mean", "none"] | None = Field(
-        default=None, description="What divides the scores of a tensor before all are ranked."
+        None, description="What divides the scores of a tensor before all are ranked."
     )
-    min_sparsity: Share = Field(
-        default=0.0, description="Least sparsity of every single tensor (0)."
-    )
-    max_sparsity: Share = Field(
-        default=1.0, description="Largest sparsity of every single tensor (1)."
-    )
+    min_sparsity: Share = Field(0.0, description="Least sparsity of every single tensor (0).")
+    max_sparsity: Share = Field(1.0, description="Largest sparsity of every single tensor (1).")
     include: Patterns | None = Field(
-        default=None, description="Globs, or expressions after re:, of names to prune."
+        None, description="Globs, or expressions after re:, of names to prune."
     )
     also: Patterns = Field(
-        default=(), description="Patterns of names to prune besides the default of include."
+        (), description="Patterns of names to prune besides the default of include."
     )
-    exclude: Patterns = Field(default=(), description="Patterns of names to leave alone.")
+    exclude: Patterns = Field((), description="Patterns of names to leave alone.")
     min_ndim: Annotated[int, Field(ge=1)] = Field(
-        default=2, description="Leave alone tensors of fewer dimensions larger than 1 (2)."
+        2, description="Leave alone tensors of fewer dimensions larger than 1 (2)."
     )
     input_dims: dict[_Glob, Dims] = Field(
         default_factory=dict,
         description="PATTERN=DIM: the dimension of the inputs, as *.c_fc.weight=0.",
     )
     names: Names | None = Field(
-        default=None, description="Names that modules have for the parameters; models only."
+        None, description="Names that modules have for the parameters; models only."
     )
 
     @model_validator(mode="after")
@@ -270,11 +263,6 @@ class GroupRecipe(BaseModel):
         return self.normalize or (None if self.reads_gradients else "rms")
 
     @property
-    def ranks_magnitudes(self) -> bool:
-        """Whether the score of an element is its magnitude."""
-        return self.score == "magnitude"
-
-    @property
     def needs_statistics(self) -> bool:
         """Whether scores are made of weights and of statistics."""
         return self.score in FROM_STATISTICS
@@ -288,11 +276,6 @@ class GroupRecipe(BaseModel):
     def reads_gradients(self) -> bool:
         """Whether scores are made of gradients."""
         return self.score in FROM_GRADIENTS
-
-    @property
-    def ranks_raw(self) -> bool:
-        """Whether tensors are ranked together by numbers of weights that are not normalised."""
-        return self.is_normalizable and self.divisor is None and not self.reads_gradients
 
     @property
     def reads_scores(self) -> bool:
@@ -311,11 +294,6 @@ class GroupRecipe(BaseModel):
         return BlockRule(self.scope, self.sparsity, kept_of)
 
     @property
-    def needs_input_dim(self) -> bool:
-        """Whether it matters along which dimension the inputs of a tensor lie."""
-        return self.group_rule.needs_input_dim
-
-    @property
     def course(self) -> Schedule:
         """The sparsity at each step: the schedule, or all of it at step 0."""
         return self.schedule or OneShot(0, self.group_rule.wanted)
@@ -324,7 +302,7 @@ class GroupRecipe(BaseModel):
         """Some words, and what the scores of a tensor are divided by; "" if they are not."""
         if self.divisor is None:
             return ""
-        mean = "mean magnitude" if self.ranks_magnitudes else "mean score"
+        mean = "mean magnitude" if self.score == "magnitude" else "mean score"
         divisor = {"rms": "rms", "l2": "l2 norm", "mean": mean}[self.divisor]
         return f" {words} {divisor} of its tensor"
 
@@ -356,22 +334,21 @@ class Recipe(GroupRecipe):
     model_config = ConfigDict(title="A recipe of distprune")
 
     groups: Annotated[tuple[GroupRecipe, ...], Field(strict=False, max_length=128)] = Field(
-        default=(),
+        (),
         description="Parts of a checkpoint that are ranked separately, each with a sparsity and "
         "patterns of its own. A tensor in no group is left alone, and none may be in two.",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
-        default=None, description="Seed of the score random (0)."
+        None, description="Seed of the score random (0)."
     )
     statistics: PathText | None = Field(
-        default=None,
-        description="File that `distprune calibrate` writes; for fisher with --gradients.",
+        None, description="File that `distprune calibrate` writes; for fisher with --gradients."
     )
     scores: PathText | None = Field(
-        default=None, description="Folder or file of a tensor of scores for each pruned one."
+        None, description="Folder or file of a tensor of scores for each pruned one."
     )
-    masks: bool = Field(default=True, description="Write the masks beside a pruned checkpoint.")
-    card: bool = Field(default=True, description="Describe the pruning in README.md.")
+    masks: bool = Field(True, description="Write the masks beside a pruned checkpoint.")
+    card: bool = Field(True, description="Describe the pruning in README.md.")
 
     def _contradictions(self) -> Iterator[str]:
         if self.groups:
