@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,6 +75,8 @@ class VerificationReport(CallReport):
     parameters: tuple[VerifiedParameter, ...]
     problems: tuple[str, ...]
 
+    _TOTALS = ("ok", *CallReport._TOTALS)
+
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong."""
@@ -87,16 +89,6 @@ class VerificationReport(CallReport):
             *self.problems,
             *(f"{entry.name}: {text}" for entry in self.parameters for text in entry.problems),
         )
-
-    def to_json(self, **options: Any) -> str:
-        """The report with totals and sparsities, as JSON; ``options`` go to ``json.dumps``."""
-        totals = ("ok", "num_elements", "num_pruned", "sparsity")
-        data = {
-            **asdict(self),
-            "parameters": [{**asdict(each), "sparsity": each.sparsity} for each in self.parameters],
-            **{name: getattr(self, name) for name in totals},
-        }
-        return json.dumps(data, allow_nan=False, **options)
 
     def __str__(self) -> str:
         rows = [

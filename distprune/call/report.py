@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from distprune.base.amount import collapsed, is_nearly_empty, listed, share, table
 
@@ -36,6 +36,8 @@ class CallReport:
     bytes_sent: int
     seconds: float
 
+    _TOTALS: ClassVar[tuple[str, ...]] = ("num_elements", "num_pruned", "sparsity")
+
     @property
     def num_elements(self) -> int:
         """Elements of all parameters."""
@@ -50,6 +52,23 @@ class CallReport:
     def sparsity(self) -> float:
         """Share of pruned elements over all parameters, in [0, 1]."""
         return share(self.num_pruned, self.num_elements)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with the totals and sparsities written out."""
+        return {
+            **_plain(self, *self._TOTALS),
+            "parameters": [_plain(entry, "num_pruned", "sparsity") for entry in self.parameters],
+        }
+
+    def to_json(self, **options: Any) -> str:
+        """:meth:`to_dict` as JSON; ``options`` go to ``json.dumps``.
+
+        JSON has no NaN or infinity; an infinite threshold becomes a string.
+        """
+        data = self.to_dict()
+        if (threshold := data.get("threshold")) in (math.inf, -math.inf):
+            data["threshold"] = str(threshold)
+        return json.dumps(data, allow_nan=False, **options)
 
     def _cost(self) -> list[str]:
         """Ranks, traffic and time of the call, for the last line of the report."""
@@ -126,6 +145,8 @@ class PruningReport(CallReport):
     num_ties_pruned: int
     collapsed: tuple[str, ...] = ()
 
+    _TOTALS = (*CallReport._TOTALS, "num_pruned_before", "num_pruned_now")
+
     @property
     def num_pruned_before(self) -> int:
         """Elements that were pruned before this call."""
@@ -140,25 +161,6 @@ class PruningReport(CallReport):
     def num_grown(self) -> int:
         """Elements that were pruned before this call, and are not any more."""
         return sum(entry.num_grown for entry in self.parameters)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, with the totals and sparsities written out."""
-        totals = "num_elements", "num_pruned_before", "num_pruned_now", "num_pruned", "sparsity"
-        return {
-            **_plain(self, *totals),
-            "collapsed": list(self.collapsed),
-            "parameters": [_plain(entry, "num_pruned", "sparsity") for entry in self.parameters],
-        }
-
-    def to_json(self, **options: Any) -> str:
-        """:meth:`to_dict` as JSON; ``options`` go to ``json.dumps``.
-
-        JSON has no NaN or infinity; an infinite threshold becomes a string.
-        """
-        data = self.to_dict()
-        if self.threshold is not None and math.isinf(self.threshold):
-            data["threshold"] = str(self.threshold)
-        return json.dumps(data, allow_nan=False, **options)
 
     def __str__(self) -> str:
         amount = "" if self.amount is None else f", amount={self.amount}"

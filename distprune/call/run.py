@@ -16,15 +16,9 @@ from torch import Tensor
 
 from distprune.base import without_garbage_collection
 from distprune.base.memory import ordinary_tensors
+from distprune.call import request
 from distprune.call.reading import count_live_and_compare, for_comparison, read_parameters
 from distprune.call.report import ParameterReport, PruningReport, find_collapsed
-from distprune.call.request import (
-    Decision,
-    ParameterArguments,
-    PruningArguments,
-    PruningCall,
-    agree_on_segments,
-)
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import Place, commit, prepare
 from distprune.ranks.collectives import Communicator
@@ -35,7 +29,7 @@ Counted = tuple[list[Shard], list[int]]
 
 
 def prune_parameters(
-    make_arguments: Callable[[], PruningArguments],
+    make_arguments: Callable[[], request.PruningArguments],
     communicator: Communicator,
     counted: Counted | None = None,
 ) -> PruningReport:
@@ -58,24 +52,18 @@ def prune_parameters(
             if counted is None:
                 arguments, shards = read_parameters(make_arguments, communicator)
             else:
-                arguments = communicator.run(make_arguments, PruningArguments.all_facts)
+                arguments = communicator.run(make_arguments, request.PruningArguments.all_facts)
                 shards = counted[0]
-            segments = agree_on_segments(arguments, shards, communicator)
+            segments = request.agree_on_segments(arguments, shards, communicator)
             num_live = (
                 count_live_and_compare(shards, arguments.reads_values, communicator)
                 if counted is None
                 else counted[1]
             )
+            dtypes = [torch.bool if shard.is_held else shard.parameter.dtype for shard in shards]
             decision = arguments.decide(
-                PruningCall(
-                    shards=shards,
-                    num_live=num_live,
-                    mask_dtypes=[
-                        torch.bool if shard.is_held else shard.parameter.dtype for shard in shards
-                    ],
-                    communicator=communicator,
-                    normalize=arguments.normalize,
-                    segments=segments,
+                request.PruningCall(
+                    shards, num_live, dtypes, communicator, arguments.normalize, segments
                 )
             )
         is_ranked = decision.bound_of is not None
@@ -104,23 +92,16 @@ def prune_parameters(
             shards, sizes, num_live, changes, held_at, wanted, lowest, highest, strict=True
         )
     ])  # fmt: skip
-    return PruningReport(
-        method=arguments.method,
-        amount=None if isinstance(arguments.amount, Mapping) else arguments.amount,
-        parameters=entries,
-        threshold=decision.threshold,
-        num_ties=decision.num_ties,
-        num_ties_pruned=decision.num_ties_pruned,
-        num_ranks=communicator.size,
-        num_collectives=communicator.num_collectives,
-        bytes_sent=communicator.bytes_sent,
-        seconds=time.perf_counter() - started,
-        collapsed=find_collapsed(entries, [s.shape for s in shards]) if is_ranked else (),
-    )
+    cost = communicator.size, communicator.num_collectives, communicator.bytes_sent
+    amount = None if isinstance(arguments.amount, Mapping) else arguments.amount
+    cut = decision.threshold, decision.num_ties, decision.num_ties_pruned
+    collapsed = find_collapsed(entries, [s.shape for s in shards]) if is_ranked else ()
+    seconds = time.perf_counter() - started
+    return PruningReport(entries, *cost, seconds, arguments.method, amount, *cut, collapsed)
 
 
 def count_live(
-    make_arguments: Callable[[], ParameterArguments],
+    make_arguments: Callable[[], request.ParameterArguments],
     communicator: Communicator,
     *,
     reads_values: bool = False,
@@ -147,8 +128,8 @@ def count_live(
 def attach_masks(
     shards: Sequence[Shard],
     num_live: Sequence[int],
-    decision: Decision,
-    arguments: PruningArguments,
+    decision: request.Decision,
+    arguments: request.PruningArguments,
     communicator: Communicator,
 ) -> list[tuple[int, int]]:
     """Write the masks and put them on the modules: on every rank, or on none.

@@ -86,15 +86,7 @@ class BatchLosses:
     def mean(self, tokens: Tensor) -> Tensor:
         """The mean of the negative log-likelihoods of the tokens of each row but its first."""
         ids = on_device_of(self._model, tokens)
-        targets = ids[:, 1:].flatten()
-
-        def of_states(states: Tensor, head: Head) -> Tensor:
-            return _mean_loss(states[:, :-1].flatten(0, 1), head, targets)
-
-        logits, loss = self._run(ids, of_states)
-        if loss is None:
-            return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
-        return loss
+        return self._mean(ids, ids[:, 1:].flatten())
 
     def prediction(self, tokens: Tensor) -> Prediction:
         """What the model says about the next tokens, without gradients."""
@@ -114,15 +106,19 @@ class BatchLosses:
             TypeError: the other model runs its head in slices, and this one cannot.
         """
         ids, (values, are_logits) = on_device_of(self._model, tokens), target
-        wanted = values[:, :-1].flatten(0, 1).to(ids.device)
         if are_logits:
             self._head = None
+        wanted = values[:, :-1].flatten(0, 1).to(ids.device)
+        return self._mean(ids, wanted, needs_head=not are_logits)
+
+    def _mean(self, ids: Tensor, wanted: Tensor, needs_head: bool = False) -> Tensor:
+        """The mean of :class:`_MeanLoss` over all positions of a batch but the last ones."""
 
         def mean(states: Tensor, head: Head | None) -> Tensor:
             return _mean_loss(states[:, :-1].flatten(0, 1), head, wanted)
 
         logits, loss = self._run(ids, mean)
-        if loss is None and not are_logits:
+        if loss is None and needs_head:
             raise TypeError("expected a teacher of the same class and wrapper as the model.")
         return mean(logits, None) if loss is None else loss
 
