@@ -30,16 +30,8 @@ import torch
 from distprune.base import memory
 from distprune.base.memory import peak_rss_bytes
 from distprune.base.selecting import PLAIN_FLOATS
-from distprune.files import disk, reports
+from distprune.files import disk, errors, reports
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry
-from distprune.files.errors import (
-    CheckpointError,
-    FilesError,
-    NaNError,
-    RanksError,
-    SelectionError,
-    format_size,
-)
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks, read_keep
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, KeptValues, Plan, digest_of
 from distprune.files.ranked import Piece, Pieces, RankedTensors
@@ -166,7 +158,7 @@ def apply(
             entry = by_name.get(name)
             if entry is None or entry.shape != shape or entry.dtype not in PLAIN_FLOATS:
                 has = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-                raise CheckpointError(
+                raise errors.CheckpointError(
                     f"{masks} has a mask {list(shape)} of {name}, and {checkpoint.folder} has "
                     f"{has} of this name; expected a plain float of this shape."
                 )
@@ -284,13 +276,14 @@ class Result:
             if done:
                 total = sum(file.size for file in self.files.values())
                 num_done = total - sum(missing.values())
-                tell(f"Resuming: {format_size(num_done)} of {format_size(total)} are finished.")
+                done_of = " of ".join(map(errors.format_size, (num_done, total)))
+                tell(f"Resuming: {done_of} are finished.")
             try:
                 yield missing
-            except RanksError:
+            except errors.RanksError:
                 raise
-            except FilesError as error:
-                would_fail_again = isinstance(error, (NaNError, SelectionError))
+            except errors.FilesError as error:
+                would_fail_again = isinstance(error, (errors.NaNError, errors.SelectionError))
                 has_files = any((self.folder / name).exists() for name in self.files)
                 if has_files and not would_fail_again:
                     hint = f"run the same command again to resume, or {disk.DISCARD_HINT}."
@@ -441,7 +434,7 @@ def check_unchanged(files: Iterable[SourceFile]) -> None:
             info = os.stat(file.path)
             if (info.st_size, info.st_mtime_ns) == (file.size, file.mtime_ns):
                 continue
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{file.path} has changed since it was opened, or is gone; expected files that stay as "
             "they are."
         )

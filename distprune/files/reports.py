@@ -210,13 +210,13 @@ def make_report(
     for each in ranked:
         group, keys, cuts = each.group, each.ranking.keys, each.cuts
         first = len(tensors)
+        is_alone = group.recipe.budget is not None or not group.recipe.is_global
         for i, tensor in enumerate(group.tensors):
             facts: dict[str, Any] = {"group": len(groups)}
             if each.divisors is not None:
                 facts["divisor"] = each.divisors[i]
             if cuts is not None:
                 facts["held_at"] = each.bounds[i]
-                is_alone = group.recipe.budget is not None or not group.recipe.is_global
                 if (is_alone or each.bounds[i]) and counts["pruned"][tensor.entry.name]:
                     facts["threshold"] = _score(keys, int(cuts.threshold[i]))
             tensors.append(TensorReport.of(tensor.entry, counts, **facts))

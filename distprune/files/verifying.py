@@ -25,18 +25,12 @@ import numpy as np
 from distprune.base import memory
 from distprune.base.blocks import Layout
 from distprune.base.selecting import PLAIN_FLOATS
+from distprune.files import pruning
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry
 from distprune.files.disk import REPORT_FILE, pieces_of, read_into
 from distprune.files.errors import CheckpointError, printable
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
-from distprune.files.pruning import (
-    RECIPE_FILE,
-    add_checksum,
-    check_unchanged,
-    masked_pieces,
-    parts_of,
-)
 from distprune.files.ranked import Piece, Pieces, RankedTensors
 from distprune.files.reports import Counts, Report, identity_of, read_report, recipe_of
 from distprune.files.selecting import Layouts, UnknownLayout
@@ -110,13 +104,13 @@ def verify(
     has_order = not report.inputs.get("update", {}).get("rounds")
     if has_order:
         ranked.find_cuts()
-    pieces = ranked.pieces if has_order or masks is None else partial(masked_pieces, masks)
+    pieces = ranked.pieces if has_order or masks is None else partial(pruning.masked_pieces, masks)
     comparison = _Comparison(folder, made, report, masks, pieces)
     comparison.count = partial(team.count, "verify")
     sizes = {name: file.size for name, file in files.items()}
     team.begin("verify", sum(sizes.values()))
     team.each(sizes, lambda name: comparison.compare(files[name]))
-    team.run(lambda: check_unchanged(checkpoint.all_files))
+    team.run(lambda: pruning.check_unchanged(checkpoint.all_files))
     of_ranks = team.share([comparison.num_bytes, comparison.num_pruned, comparison.problems()])
     num_bytes, num_pruned = (sum(found[i] for found in of_ranks) for i in (0, 1))
     problems += sorted(text for found in of_ranks for text in found[2])
@@ -167,7 +161,7 @@ def _check_files(
     size = len(header) + sum(memory.num_bytes_of(entry.numel) for entry in pruned)
     files = {file.name: file for file in (*plan.checkpoint.files, *plan.copied)}
     sizes: dict[str, int | None] = {name: file.size for name, file in files.items()}
-    small = [REPORT_FILE, RECIPE_FILE, *[CARD_FILE] * plan.recipe.card]
+    small = [REPORT_FILE, pruning.RECIPE_FILE, *[CARD_FILE] * plan.recipe.card]
     small += [] if plan.statistics is None else [STATISTICS_FILE]
     small += report.inputs.get("update", {}).get("files", [])
     sizes |= {MASK_FILE: size, **dict.fromkeys(small)}
@@ -230,7 +224,7 @@ class _Comparison:
         """Compare a file with what ``prune`` makes of that of the source."""
         counts: Counts = defaultdict(Counter)
         path = str(self._folder / file.name)
-        for part in parts_of(file, self._names, self._pieces, counts):
+        for part in pruning.parts_of(file, self._names, self._pieces, counts):
             if isinstance(part, range):
                 both = (pieces_of(each, part.start, part.stop) for each in (file.path, path))
                 at = part.start
@@ -255,7 +249,7 @@ class _Comparison:
         read_into(path, [(entry.start + first * bits.itemsize, written.data.cast("B"))])
         if name in self._crc32:  # the source does not have what was kept
             bits = written
-            add_checksum(counts, name, written)
+            pruning.add_checksum(counts, name, written)
         self._add(name, _VALUES, written != bits * kept, first)
         wrong = packed ^ memory.pack(keep)
         self._add(name, _ORDER, np.unpackbits(wrong, bitorder="little"), first)

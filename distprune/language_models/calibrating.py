@@ -37,20 +37,10 @@ from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
 from distprune.criteria.base import Criterion
 from distprune.criteria.elementwise import Fisher, GradientMoment, Taylor
+from distprune.language_models import running
 from distprune.language_models.folders import require_extra
 from distprune.language_models.hidden_states import HiddenStates
 from distprune.language_models.losses import BatchLosses
-from distprune.language_models.running import (
-    DataRanks,
-    Report,
-    Step,
-    accepts,
-    check_same,
-    in_eval_mode,
-    output_of,
-    reporter,
-    steps_of,
-)
 from distprune.language_models.text import TokenWindows
 from distprune.methods.base import L1Unstructured
 from distprune.ranks.collectives import world
@@ -70,7 +60,7 @@ def calibrate(
     collected: ActivationStatistics | GradientStatistics | Criterion,
     *,
     batch_size: int = 1,
-    progress: Report | None = None,
+    progress: running.Report | None = None,
 ) -> None:
     """Run windows of text through a model, and collect what a score needs. Collective.
 
@@ -108,20 +98,24 @@ def calibrate(
     the model, if the model can and statistics do not need it. Otherwise what ``collected`` says. On
     the wire 40 bytes per step, and what the forwards and backwards send.
     """
-    ranks = check_same(model, windows, batch_size)
+    ranks = running.check_same(model, windows, batch_size)
     communicator = world()
     communicator.run(lambda: _check_collected(model, collected, ranks))
-    steps, losses = steps_of(len(windows), batch_size, ranks), BatchLosses(model)
-    finished = reporter("calibrate", len(windows), progress)
-    with communicator.raising_everywhere(), in_eval_mode(model), torch.inference_mode(False):
+    steps, losses = running.steps_of(len(windows), batch_size, ranks), BatchLosses(model)
+    finished = running.reporter("calibrate", len(windows), progress)
+    with (
+        communicator.raising_everywhere(),
+        running.in_eval_mode(model),
+        torch.inference_mode(False),
+    ):
         if isinstance(collected, ActivationStatistics):
             arguments = {"logits_to_keep": 1} if _is_without_logits(model, collected) else {}
             with collected.collecting():
                 for step in steps:
 
-                    def forward(step: Step = step) -> None:
+                    def forward(step: running.Step = step) -> None:
                         with _batch_of(collected, windows, step):
-                            output_of(model, windows.tokens[step.rows], **arguments)
+                            running.output_of(model, windows.tokens[step.rows], **arguments)
 
                     communicator.run(forward)
                     finished(step.num_in_step)
@@ -149,14 +143,14 @@ def calibrate(
 
 
 def _batch_of(
-    statistics: ActivationStatistics, windows: TokenWindows, step: Step
+    statistics: ActivationStatistics, windows: TokenWindows, step: running.Step
 ) -> contextlib.AbstractContextManager[None]:
     """Collect from a batch, but nothing if it does not count."""
     keep = None if step.num_windows else torch.zeros_like(windows.tokens[step.rows])
     return statistics.batch(keep)
 
 
-def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> None:
+def _check_collected(model: nn.Module, collected: object, ranks: running.DataRanks) -> None:
     kind = type(collected).__name__
     if isinstance(collected, ActivationStatistics):
         return
@@ -214,7 +208,7 @@ def _is_without_logits(model: nn.Module, statistics: ActivationStatistics) -> bo
     """Whether the model can leave out logits, which no statistics need."""
     head = head_of(model)
     is_read = head is None or any(module is head for module, _ in statistics.parameters)
-    return not is_read and accepts(model, "logits_to_keep")
+    return not is_read and running.accepts(model, "logits_to_keep")
 
 
 R = TypeVar("R")
@@ -246,7 +240,7 @@ def prune_block_by_block(
     prune_block: Callable[[list[NamedParameter]], R],
     *,
     batch_size: int = 1,
-    progress: Report | None = None,
+    progress: running.Report | None = None,
     storage: torch.device | str | None = None,
 ) -> list[R]:
     """Prune each decoder layer by the inputs that the pruned layers before it give. Collective.
@@ -284,12 +278,12 @@ def prune_block_by_block(
     Cost: a forward of the model for each window, and two of each decoder layer; in ``storage`` the
     hidden states of this rank's windows, tokens x width elements.
     """
-    ranks, communicator = check_same(model, windows, batch_size), world()
+    ranks, communicator = running.check_same(model, windows, batch_size), world()
     blocks = communicator.run(lambda: decoder_blocks(model))
     owners = {id(module) for module, _ in statistics.parameters}
     num_runs = sum(any(id(module) in owners for module in block.modules()) for block in blocks)
-    steps = steps_of(len(windows), batch_size, ranks)
-    finished = reporter("calibrate", num_runs * len(windows), progress)
+    steps = running.steps_of(len(windows), batch_size, ranks)
+    finished = running.reporter("calibrate", num_runs * len(windows), progress)
     states = communicator.run(lambda: HiddenStates(blocks, storage))
 
     def collect(number: int, position: int) -> None:
@@ -299,10 +293,10 @@ def prune_block_by_block(
             states.run(number, position)
         finished(step.num_in_step)
 
-    with in_eval_mode(model), torch.inference_mode(False), torch.no_grad():
+    with running.in_eval_mode(model), torch.inference_mode(False), torch.no_grad():
         with communicator.raising_everywhere():
             for step in steps:
-                states.catch(partial(output_of, model, windows.tokens[step.rows]))
+                states.catch(partial(running.output_of, model, windows.tokens[step.rows]))
         communicator.agree()  # what a rank raised
         if int(communicator.max(torch.tensor([int(not states.is_chain)]))):
             raise NotImplementedError(
@@ -418,7 +412,7 @@ class TextScores:
         parameters: Iterable[Pair],
         *,
         batch_size: int = 1,
-        progress: Report | None = None,
+        progress: running.Report | None = None,
     ) -> None:
         self.model = model
         self.windows = windows
@@ -480,7 +474,7 @@ def prune_in_rounds(
     update: bool = True,
     damping: float = DAMPING,
     batch_size: int = 1,
-    progress: Report | None = None,
+    progress: running.Report | None = None,
     finished: int = 0,
 ) -> Iterator[tuple[PruningReport, ReconstructionReport | None]]:
     """Prune globally in rounds, and after each move the kept weights. Collective.

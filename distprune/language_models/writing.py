@@ -10,16 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from distprune.base.naming import unwrap
+from distprune.language_models import running
 from distprune.language_models.losses import FINITE, logits_of
-from distprune.language_models.running import (
-    Report,
-    accepts,
-    check_run,
-    check_same,
-    in_eval_mode,
-    on_device_of,
-    reporter,
-)
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import world
 
@@ -42,7 +34,7 @@ def write_text(
     length: int = 1024,
     seed: int = 0,
     batch_size: int = WRITTEN,
-    progress: Report | None = None,
+    progress: running.Report | None = None,
 ) -> TokenWindows:
     """Let a language model write text to calibrate with. Collective over all ranks.
 
@@ -96,9 +88,9 @@ def write_text(
         row[: len(prompt)] = torch.tensor(prompt)
     text_of = torch.zeros(windows, dtype=torch.int64)
     first = TokenWindows((OWN_TEXT,), known.clamp(min=0), text_of, has_bos=False)
-    ranks = check_same(model, first, batch_size)
+    ranks = running.check_same(model, first, batch_size)
     missing, found = list(range(ranks.index, windows, ranks.size)), torch.zeros_like(known)
-    finished = reporter("write", windows, progress)
+    finished = running.reporter("write", windows, progress)
 
     def write(numbers: Sequence[int], draw: int) -> list[int]:
         """Write some windows; those of them that repeat themselves, if they can be drawn again."""
@@ -107,7 +99,7 @@ def write_text(
         found[numbers] = rows[: len(numbers)]
         return [n for n in numbers if draw < _NUM_DRAWS - 1 and _repeats_itself(found[n])]
 
-    with communicator.raising_everywhere(), in_eval_mode(model), torch.no_grad():
+    with communicator.raising_everywhere(), running.in_eval_mode(model), torch.no_grad():
         for draw in range(_NUM_DRAWS):
             numbers, missing = missing, []
             # FSDP communicates in a forward, so that every rank runs as many.
@@ -166,11 +158,11 @@ def _extend(
         first: how many tokens all windows have, on every rank: they run as one forward.
         choose: tokens for a position, from float32 logits [windows, vocabulary].
     """
-    known = on_device_of(model, known)
+    known = running.on_device_of(model, known)
     tokens, arguments = known.clone(), dict[str, Any]()
-    if accepts(model, "use_cache"):
+    if running.accepts(model, "use_cache"):
         arguments["use_cache"] = True
-    cache = next((name for name in _CACHES if accepts(model, name)), "")
+    cache = next((name for name in _CACHES if running.accepts(model, name)), "")
     for position in range(first, known.shape[1]):
         begin = 0 if arguments.get(cache) is None else position - 1
         output = model(input_ids=tokens[:, begin:position], **arguments)
@@ -206,8 +198,8 @@ def continued(
     if not ids:
         raise ValueError(f"the text {text!a} has no tokens; expected some words.")
     known = torch.tensor([ids + [-1] * num_tokens])
-    check_run(model, known)
-    with in_eval_mode(model), torch.no_grad():
+    running.check_run(model, known)
+    with running.in_eval_mode(model), torch.no_grad():
         whole = _extend(model, known, len(ids), lambda logits, _: logits.argmax(-1))
     row = whole[0, len(ids) :].tolist()
     end = row.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in row else len(row)

@@ -26,15 +26,9 @@ from distprune.base.naming import NamedParameter, checked_pair, label_of
 from distprune.call.request import ParameterArguments
 from distprune.criteria.base import RankBatches, check_between, collecting, rank_batch
 from distprune.ranks.collectives import Communicator, world
-from distprune.shards import factored
+from distprune.shards import factored, reader
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import is_cut, placed
-from distprune.shards.reader import (
-    ShardReader,
-    check_trainable,
-    ranks_with_shards,
-    unaveraged_gradients,
-)
 from distprune.shards.shard import Shard
 from distprune.statistics.parameters import (
     Entry,
@@ -82,7 +76,7 @@ class GradientSums(RankBatches):
     def __init__(
         self, parameters: Sequence[Entry], shards: Sequence[Shard], data_ranks: ProcessGroup | None
     ) -> None:
-        sources = unaveraged_gradients(shards, data_ranks)
+        sources = reader.unaveraged_gradients(shards, data_ranks)
         super().__init__(sources, [parameter.label for parameter in parameters], 2)
         self._layouts, self._shards = [parameter.layout for parameter in parameters], shards
         self._blocks = {
@@ -284,12 +278,12 @@ class GradientStatistics(Statistics):
         def ranks() -> Communicator:
             """Ranks that have other parts of the same parameters take part too."""
             pairs.extend(parameters)
-            reader = ShardReader()
+            shards_of = reader.ShardReader()
             shards = [
-                reader.read(*checked_pair(pair, f"parameters[{n}]"), label_of(pair, n))
+                shards_of.read(*checked_pair(pair, f"parameters[{n}]"), label_of(pair, n))
                 for n, pair in enumerate(pairs if group is not None else ())
             ]
-            return ranks_with_shards(shards, group)
+            return reader.ranks_with_shards(shards, group)
 
         communicator = world(group).run(ranks)
         self._read(communicator, lambda: ParameterArguments(parameters=pairs), matrices_of)
@@ -414,7 +408,7 @@ class GradientStatistics(Statistics):
     def _attach(self, shards: Sequence[Shard]) -> None:
         """Put hooks on."""
         for shard in shards:
-            check_trainable(shard)
+            reader.check_trainable(shard)
             if find_held(*shard.places[0]) is not None:
                 raise NotImplementedError(
                     f"{shard.name} is pruned and sharded, where gradients of pruned elements would "
