@@ -20,10 +20,10 @@ ROOMS = {
     "api": (874, 7),
     "base": (806, 9),
     "budgets.py": (212, 1),
-    "call": (807, 5),
+    "call": (805, 5),
     "checkpoint.py": (208, 1),
     "cli": (1383, 9),
-    "criteria": (685, 3),
+    "criteria": (676, 3),
     "dynamic.py": (128, 1),
     "files": (2375, 13),
     "integrations": (785, 6),
@@ -44,7 +44,7 @@ ROOMS = {
     "verification.py": (565, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19818, 120)
+TOTAL = (19807, 120)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 29046, "launch": 831}
 NO_CODE = {

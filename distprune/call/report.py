@@ -307,9 +307,7 @@ def find_collapsed(
         entries: the entries of all parameters of the call.
         shapes: the shapes of the whole parameters.
     """
-    emptied = collapsed(
-        [(e.num_elements, e.num_pruned_before + e.num_pruned_now - e.num_grown) for e in entries]
-    )
+    emptied = collapsed([(entry.num_elements, entry.num_pruned) for entry in entries])
     return tuple(
         entry.name
         for entry, shape in ((entries[i], shapes[i]) for i in emptied)

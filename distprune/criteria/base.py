@@ -34,16 +34,7 @@ from distprune.call.reading import SignedScores
 from distprune.files.statistics_file import means_of_siblings
 from distprune.methods.base import BasePruningMethod, L1Unstructured
 from distprune.ranks.collectives import Communicator, world
-from distprune.shards.reader import (
-    ShardReader,
-    available_gradient,
-    check_saveable,
-    check_trainable,
-    drop_gradient,
-    local_gradient,
-    local_part,
-    ranks_with_shards,
-)
+from distprune.shards import reader
 from distprune.shards.shard import Shard
 from distprune.wrappers.managed import GradientSource, StoredRun
 
@@ -211,9 +202,9 @@ class Part:
     weight: float = 0.0
     _total: Tensor | None = None
 
-    def read(self, reader: ShardReader) -> Part:
+    def read(self, shard_reader: reader.ShardReader) -> Part:
         """Read this rank's part of the parameter anew."""
-        self.shard = reader.read(unwrap(self.pair[0]), self.pair[1], self.label)
+        self.shard = shard_reader.read(unwrap(self.pair[0]), self.pair[1], self.label)
         return self
 
     def reset(self) -> None:
@@ -222,7 +213,7 @@ class Part:
 
     def check(self) -> None:
         """Raise if the parameter is frozen or lies in another way; else there is a total then."""
-        check_trainable(self.shard)
+        reader.check_trainable(self.shard)
         self._total = self.total
 
     @property
@@ -265,7 +256,7 @@ class Part:
             return {self._place: self.total} if self.total.numel() else {}
         tensor = self.shard.as_parameter_layout(self.total)
         if is_dtensor(tensor):
-            check_saveable(self.label, tensor)
+            reader.check_saveable(self.label, tensor)
         return tensor
 
     def loader(self, value: Any) -> Callable[[], object]:
@@ -284,8 +275,8 @@ class Part:
             value = value.get(self._place, total)
         if not isinstance(value, Tensor):
             raise ValueError(f"{label}: the state has a {type(value).__name__}; expected a tensor.")
-        local_part(label, "the state", value, shard)
-        return lambda: total.copy_(local_part(label, "the state", value, shard))
+        reader.local_part(label, "the state", value, shard)
+        return lambda: total.copy_(reader.local_part(label, "the state", value, shard))
 
     @property
     def _place(self) -> str | None:
@@ -304,17 +295,17 @@ def scored_parameters(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[Part
         ValueError: no parameters, a frozen one, or two of one name.
         NotImplementedError: a complex parameter; a layout or wrapper that is not supported.
     """
-    reader = ShardReader()
+    shard_reader = reader.ShardReader()
     scored: dict[Hashable, Part] = {}
     for position, pair in enumerate(parameters):
         module, name = checked_pair(pair, f"parameters[{position}]")
         label = label_of(pair, position)
         key = getattr(pair, "fqn", None) or f"parameters[{len(scored)}]"
-        shard = reader.read(module, name, label)
+        shard = shard_reader.read(module, name, label)
         if shard.values.is_complex():
             text = f"{label}: dtype {shard.values.dtype} is complex; expected a real parameter."
             raise NotImplementedError(text)
-        check_trainable(shard)
+        reader.check_trainable(shard)
         scored.setdefault(shard.key, Part(pair, label, key, shard))
     if not scored:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
@@ -482,7 +473,7 @@ class Criterion:
         finally:
             if self._is_calibrating:
                 for part in self._parts():
-                    drop_gradient(part.shard)
+                    reader.drop_gradient(part.shard)
 
     def scores(self) -> dict[tuple[nn.Module, str], Tensor]:
         """The scores as ``importance_scores`` takes them, fp32, laid out like the parameters.
@@ -638,20 +629,20 @@ class Criterion:
     def _parts(self) -> list[Part]:
         """This rank's part of every parameter, as it is now."""
         communicator = world(self._group)
-        reader = ShardReader(communicator.index, communicator.size)
-        return [part.read(reader) for part in self._scored]
+        shard_reader = reader.ShardReader(communicator.index, communicator.size)
+        return [part.read(shard_reader) for part in self._scored]
 
     def _gradients(self, parts: Sequence[Part]) -> list[Tensor]:
         """This rank's part of every gradient; all are checked before any is used."""
         for part in parts:
             part.check()
-        return [local_gradient(part.shard) for part in parts]
+        return [reader.local_gradient(part.shard) for part in parts]
 
     def _check_before_calibrating(self) -> None:
         if self._is_calibrating:
             raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
         for part in self._parts():
-            gradient = available_gradient(part.shard)
+            gradient = reader.available_gradient(part.shard)
             if gradient is not None and gradient is not part.shard.values:
                 raise RuntimeError(
                     f"{part.label} has a gradient already, which would count with the first "
@@ -707,7 +698,7 @@ def score_as_siblings(
         is_needed: whether this rank's part of a matrix has no score but 0.
         group: the ranks that score.
     """
-    ranks = ranks_with_shards([part.shard for part, _ in scored], group)
+    ranks = reader.ranks_with_shards([part.shard for part, _ in scored], group)
     if not int(ranks.max(torch.tensor([int(is_needed)]))):
         return
     magnitudes = [part.shard.live_values().abs().float() for part, _ in scored]

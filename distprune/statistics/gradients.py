@@ -278,9 +278,9 @@ class GradientStatistics(Statistics):
         def ranks() -> Communicator:
             """Ranks that have other parts of the same parameters take part too."""
             pairs.extend(parameters)
-            shards_of = reader.ShardReader()
+            shard_reader = reader.ShardReader()
             shards = [
-                shards_of.read(*checked_pair(pair, f"parameters[{n}]"), label_of(pair, n))
+                shard_reader.read(*checked_pair(pair, f"parameters[{n}]"), label_of(pair, n))
                 for n, pair in enumerate(pairs if group is not None else ())
             ]
             return reader.ranks_with_shards(shards, group)
