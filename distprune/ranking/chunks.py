@@ -26,8 +26,8 @@ from distprune.ranking import cpu, device
 from distprune.shards.geometry import IndexMap
 from distprune.shards.shard import Shard
 
-# With smaller chunks, threads would wait for each other more than they work.
-_THREADED_CHUNK = 1 << 19  # bytes
+# With fewer elements in a chunk, threads would wait for each other more than they work.
+_THREADED_CHUNK = 1 << 17
 # More threads than this spend their time on waiting for the interpreter's lock.
 _MAX_THREADS = 8
 
@@ -78,6 +78,9 @@ class Chunk:
         self.bounds: Array = np.zeros(len(pieces) + 1, dtype=np.int64)
         self.sizes.cumsum(out=self.bounds[1:])
         self.starts: Array = table[:, 1] - self.bounds[:-1]
+
+    def __len__(self) -> int:
+        return int(self.bounds[-1])
 
     def cut(self, most: int) -> Iterator[Chunk]:
         """Chunks of at most ``most`` elements; small pieces that are joined stay so."""
@@ -150,22 +153,19 @@ def join_small(
     return chunks + [Chunk(joined, *kind[1:]) for kind, (joined, _) in open_.items()]  # type: ignore[index]
 
 
-def call_all(
-    call: Callable[..., R], items: Sequence[tuple[Any, ...]], num_bytes: int, are_safe: bool
-) -> list[R]:
+def call_all(call: Callable[..., R], items: Sequence[tuple[Any, ...]], are_safe: bool) -> list[R]:
     """Map a function over items, on several threads where that is safe and worth it.
 
     Args:
         call: gets what an item has, and a thread's scratch memory.
-        items: arguments of the calls.
-        num_bytes: that all of them read.
+        items: arguments of the calls; the last of each is a chunk, or a range of elements.
         are_safe: whether they may run on several threads.
 
     Returns:
         The results, in the order of the items.
     """
     most = min(torch.get_num_threads(), _MAX_THREADS, len(items)) if are_safe else 1
-    if most < 2 or num_bytes < _THREADED_CHUNK * len(items):
+    if most < 2 or sum([len(item[-1]) for item in items]) < _THREADED_CHUNK * len(items):
         scratch = Scratch()
         return list(itertools.starmap(call, [(*item, scratch) for item in items]))
     results: list[Any] = [None] * len(items)

@@ -40,7 +40,7 @@ from torch import Tensor
 from distprune.base import memory
 from distprune.base.blocks import BlockRule, Blocks, layout_along
 from distprune.base.memory import Array, Scratch
-from distprune.ranking.chunks import Chunk, Flags, operations_on, per_shard, spans_of
+from distprune.ranking.chunks import Chunk, Flags, call_all, operations_on, per_shard, spans_of
 from distprune.ranking.ranking import Ranking
 from distprune.shards.geometry import IndexMap
 
@@ -166,7 +166,8 @@ class _Blocked:
                 chunks.append(Chunk([(i, first, first + len(span) * band)], True))
             for positions in rest:
                 chunks += Chunk([(i, positions.start, positions.stop)], False).cut(_CHUNK)
-        counts = self._ranking.visit(chunks, self._write_chunk)
+        items = [(chunk,) for chunk in chunks]
+        counts = call_all(self._write_chunk, items, self._ranking.are_safe)
         self.num_pruned += per_shard(chunks, [pruned for pruned, _ in counts], len(self._parts))
         return torch.from_numpy(per_shard(chunks, [nan for _, nan in counts], len(self._parts)))
 

@@ -14,7 +14,7 @@ Small shards, many of them in a chunk, are not drafted: they are read again, in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ from distprune.ranking.chunks import (
     Chunk,
     Elements,
     Flags,
-    R,
     call_all,
     join_small,
     on_host,
@@ -116,6 +115,9 @@ class Passes:
         outs: flat masks to write, one per shard, uninitialised, contiguous; None: no masks.
         refuse_nan: whether a live NaN is an error; otherwise NaN rank last.
         most_collected: keys that all ranks together may collect in memory, about; None: any number.
+
+    Attributes:
+        are_safe: whether several threads may load keys at a time.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class Passes:
         self._tensors = [source.tensor for source in self.sources]
         devices = {source.device for source in self.sources}
         are_safe = False not in [source.is_thread_safe for source in self.sources]
-        self._are_safe = are_safe and all(map(memory.takes_numpy, devices))
+        self.are_safe = are_safe and all(map(memory.takes_numpy, devices))
         most = operations_on(self.sources[0].device).CHUNK_BYTES // self.keys.dtype.itemsize
         self._most = max(1, most)
         self._parts = join_small(self._pieces(), self._most)
@@ -181,7 +183,7 @@ class Passes:
             if not (part.is_single and is_drafted[part.shards[0]])
             for chunk in part.cut(self._most)
         ]
-        numbers = on_host([*gone, *self.visit(others, write)])
+        numbers = on_host([*gone, *call_all(write, [(each,) for each in others], self.are_safe)])
         for position, chunk in enumerate([*corrected, *others]):
             if chunk.is_counted:
                 number = numbers[position]
@@ -290,7 +292,7 @@ class Passes:
                 self.store(chunk, stay)
             return tuple(found)
 
-        scanned = self.visit(chunks, scan)
+        scanned = call_all(scan, [(chunk,) for chunk in chunks], self.are_safe)
         counts = on_host([own for own, _, _ in scanned])
         totals: Array = np.zeros((edges.shape[1] + 1, len(self.shards)), dtype=np.int64)
         self._drafted.fill(0)
@@ -327,7 +329,7 @@ class Passes:
         """
         generator, scratch, found = np.random.default_rng(seed), Scratch(), []
         for part in self._parts:
-            owners, size = rows[part.shards], int(part.bounds[-1])
+            owners, size = rows[part.shards], len(part)
             length = _RUN if size >= _SMALL else 1
             exact = size * rates[part.shards].max() / length + generator.random()
             num_drawn, num_runs = min(size // length, int(exact)), size // length
@@ -386,11 +388,6 @@ class Passes:
                 "nan",
                 where,
             )
-
-    def visit(self, chunks: Sequence[Chunk], call: Callable[..., R]) -> list[R]:
-        """Map a function over chunks, on several threads where that is safe and worth it."""
-        num_bytes = sum([int(chunk.bounds[-1]) for chunk in chunks]) * self.keys.dtype.itemsize
-        return call_all(call, [(chunk,) for chunk in chunks], num_bytes, self._are_safe)
 
     def _pieces(self) -> Iterator[tuple[Any, tuple[int, int, int], bool, bool]]:
         """What this rank counts of each shard, and the rest, as ``join_small`` takes them."""

@@ -78,16 +78,15 @@ def per_part(
         measure: from the number of a part and a span of it.
         most: elements of a span on a CPU.
     """
-    items, num_bytes, are_safe = [], 0, True
+    items, are_safe = [], True
     for i, part in enumerate(parts):
         size = operations_on(part.scores.device).CHUNK_BYTES // part.dtype.itemsize
         is_on_host = memory.takes_numpy(part.scores.device)
         are_safe &= is_on_host and part.scores.is_thread_safe
-        for span in spans_of(part.shard.counted, min(size, most) if is_on_host else size):
-            items.append((i, span))
-            num_bytes += len(span) * part.dtype.itemsize
+        spans = spans_of(part.shard.counted, min(size, most) if is_on_host else size)
+        items += [(i, span) for span in spans]
     numbers: list[list[int]] = [[] for _ in parts]
-    found = on_host(call_all(measure, items, num_bytes, are_safe))
+    found = on_host(call_all(measure, items, are_safe))
     for (i, _), number in zip(items, found, strict=True):
         numbers[i].append(number)
     return [combine(own or [0]) for own in numbers]
