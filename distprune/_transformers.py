@@ -480,9 +480,7 @@ def build_without_weights(folder: str, dtype: torch.dtype | None) -> Any:
     model = empty_model(partial(factory.from_config, **options), config)
     model.config.name_or_path = folder
     model.tie_weights()
-    plan_of = getattr(model, "_get_dtype_plan", None)
-    plan = {} if plan_of is None else plan_of(model.config.dtype)
-    if plan:  # parameters that transformers keeps in float32
+    if plan := model._get_dtype_plan(model.config.dtype):  # what transformers keeps in float32
         loading = importlib.import_module(_OPERATIONS_MODULE)
         pattern, by_group, *_ = loading.build_glob_alternation(list(plan))
         for name, parameter in model.named_parameters():
