@@ -20,7 +20,7 @@ ROOMS = {
     "api": (874, 7),
     "base": (806, 9),
     "budgets.py": (212, 1),
-    "call": (805, 5),
+    "call": (812, 5),
     "checkpoint.py": (208, 1),
     "cli": (1383, 9),
     "criteria": (676, 3),
@@ -44,7 +44,7 @@ ROOMS = {
     "verification.py": (565, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19801, 120)
+TOTAL = (19808, 120)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 29046, "launch": 831}
 NO_CODE = {

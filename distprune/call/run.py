@@ -92,12 +92,19 @@ def prune_parameters(
             shards, sizes, num_live, changes, held_at, wanted, lowest, highest, strict=True
         )
     ])  # fmt: skip
-    cost = communicator.size, communicator.num_collectives, communicator.bytes_sent
-    amount = None if isinstance(arguments.amount, Mapping) else arguments.amount
-    cut = decision.threshold, decision.num_ties, decision.num_ties_pruned
-    collapsed = find_collapsed(entries, [s.shape for s in shards]) if is_ranked else ()
-    seconds = time.perf_counter() - started
-    return PruningReport(entries, *cost, seconds, arguments.method, amount, *cut, collapsed)
+    return PruningReport(
+        method=arguments.method,
+        amount=None if isinstance(arguments.amount, Mapping) else arguments.amount,
+        parameters=entries,
+        threshold=decision.threshold,
+        num_ties=decision.num_ties,
+        num_ties_pruned=decision.num_ties_pruned,
+        num_ranks=communicator.size,
+        num_collectives=communicator.num_collectives,
+        bytes_sent=communicator.bytes_sent,
+        seconds=time.perf_counter() - started,
+        collapsed=find_collapsed(entries, [s.shape for s in shards]) if is_ranked else (),
+    )
 
 
 def count_live(
