@@ -7,7 +7,7 @@ start of its ranks, with the first rank as the odd one, with the last one, or wi
 import gc
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -110,13 +110,17 @@ def colliding_mask(shape, which: int) -> torch.Tensor:
     return mask
 
 
+@cache
+def indices_of(wrapping: str, rank: int) -> dict[str, torch.Tensor]:
+    return wrappings.local_indices(fill(Net(), "normal", "float32"), wrapping)
+
+
 class Setting:
     """A wrapped model, and whether this rank is the odd one."""
 
     def __init__(self, wrapping: str, odd_rank: int | None):
-        dense = fill(Net(), "normal", "float32")
-        self.indices = wrappings.local_indices(dense, wrapping)
-        self.model = wrappings.wrap(dense, wrapping)
+        self.indices = indices_of(wrapping, dist.get_rank())
+        self.model = net(wrapping)
         self.is_odd = odd_rank in (dist.get_rank(), None)
         self.pairs = [self.pair(name) for name in NAMES]
 
@@ -478,6 +482,7 @@ ROWS = {
 }  # fmt: skip
 
 
+@wrappings.sharing_meshes
 def outcomes(wrapping: str, rows: list[tuple[str, str]]) -> list[tuple]:
     """What this rank sees of each row, with one rank as the odd one."""
     odd_ranks = {"first": 0, "last": dist.get_world_size() - 1, "all": None}

@@ -248,6 +248,7 @@ def computed(w: Wrapped, scores: Mapping) -> dict:
     return found
 
 
+@wrappings.sharing_meshes
 def differences(wrapping: str, cases: list[tuple[str, str]]) -> list[str]:
     wrong = []
     for title, data in cases:
@@ -372,6 +373,7 @@ def differences_when_not_finite(wrapping: str) -> list[str]:
     return wrong
 
 
+@wrappings.sharing_meshes
 def differences_in_loops(wrapping: str) -> list[str]:
     wrong = differences_when_accumulating(wrapping) + differences_of_a_calibration(wrapping)
     return wrong + differences_when_not_finite(wrapping)

@@ -188,6 +188,7 @@ OTHERS = ["convolutions", "experts eager", "experts grouped_mm"]
 NO_OTHERS = ("tp", "fsdp2_tp", "fsdp2_dim1", "fsdp1_flat")
 
 
+@wrappings.sharing_meshes
 def all_differences(wrapping: str, number: int, folder: str) -> list[str]:
     wrong = []
     for kind, is_masked, dtype in every(4, LINEAR, number):

@@ -264,6 +264,7 @@ ROWS = {
 }  # fmt: skip
 
 
+@wrappings.sharing_meshes
 def differences(wrapping: str, names: list[str]) -> list[str]:
     alone = dist.new_subgroups(1)[0]
     wrong = []
@@ -464,6 +465,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@wrappings.sharing_meshes
 def outcomes(wrapping: str) -> dict[str, tuple[str, str, list[str], bool]]:
     """(type, text, changes, whether a pruner is as before) that this rank sees, by mistake."""
     s = Subject(wrapping)

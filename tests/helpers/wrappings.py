@@ -5,8 +5,10 @@ A wrapping is written "kind-mesh", e.g. "fsdp2-3" or "hsdp-2x2"; the mesh gives 
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -108,6 +110,17 @@ def wrap(model: nn.Module, wrapping: str, **fsdp_options) -> nn.Module:
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
             return _fully_shard(_parallelize(model, mesh["tp"]), mesh["dp"], **fsdp_options)
     raise ValueError(f"no such wrapping: {wrapping!r}")
+
+
+def sharing_meshes(function: Callable) -> Callable:
+    """A function in which wrap makes each mesh once: its groups take longer than most calls."""
+
+    @functools.wraps(function)
+    def sharing(*args, **kwargs):
+        with mock.patch(f"{__name__}.init_device_mesh", functools.cache(init_device_mesh)):
+            return function(*args, **kwargs)
+
+    return sharing
 
 
 def _fully_shard(model: nn.Module, mesh, **options) -> nn.Module:

@@ -6,12 +6,10 @@ oracle's are written into the shards, so that the next pruning can be compared e
 direction needs no communication, and an error of the sharded model never reaches the oracle.)
 """
 
-import contextlib
-import functools
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,10 +33,11 @@ class Outcome:
         return "\n".join([str(self.plan), *self.wrong])
 
 
+@wrappings.sharing_meshes
 def run_plans(plans: Sequence[Plan], folder: str) -> list[Outcome]:
     """Run sequences one after another, on every rank."""
     outcomes = []
-    with shared_meshes(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has some for every FSDP1 checkpoint
         for plan in plans:
             outcome = Outcome(plan)
@@ -53,18 +52,6 @@ def run_plans(plans: Sequence[Plan], folder: str) -> list[Outcome]:
             if plan.compiler:
                 torch._dynamo.reset()
     return outcomes
-
-
-@contextlib.contextmanager
-def shared_meshes() -> Iterator[None]:
-    """Make each mesh once: making its process groups takes longer than a sequence."""
-    original = wrappings.init_device_mesh
-    cached = functools.cache(lambda *a, **k: original(*a, **k))
-    wrappings.init_device_mesh = cached
-    try:
-        yield
-    finally:
-        wrappings.init_device_mesh = original
 
 
 def run_together(plans: Sequence[Plan]) -> list[Outcome]:
