@@ -149,7 +149,7 @@ def test_a_reader_that_leaves(source, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.thorough)])
 def test_terminals_that_lack_characters(tmp_path, encoding):
     source = save(tmp_path / "größe-模型", {"слой.weight": torch.randn(4, 4)})
     variables = {"PYTHONIOENCODING": encoding, "LC_ALL": "C", "PYTHONUTF8": "0"}

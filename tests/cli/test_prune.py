@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from commands import Done, start
+from commands import start
 from rich.console import Console
 
 from distprune.cli import console, main
@@ -15,6 +15,7 @@ from distprune.files import disk, planning, pruning
 from distprune.files.errors import OutputError
 from distprune.files.reports import read_report
 from distprune.files.team import Progress
+from helpers.forked_scripts import run_forked
 from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import load, save, tree_digest
 
@@ -258,13 +259,12 @@ def large_source(tmp_path):
 
 @pytest.fixture(params=["prune", "apply"])
 def command(request, run, large_source, tmp_path):
-    """A command, and its destination."""
     out = tmp_path / "out"
     if request.param == "prune":
-        return ["prune", large_source, out, "-s", "0.5"], out
+        return ["prune", large_source, out, "-s", "0.5"]
     masks = tmp_path / "masks"
     assert run("prune", large_source, masks, "-s", "0.25").code == 0
-    return ["apply", masks, large_source, out], out
+    return ["apply", masks, large_source, out]
 
 
 # As if a signal came when nearly all is done.
@@ -277,29 +277,30 @@ main()
 """
 
 
-def interrupted(command, name="SIGTERM"):
-    process = start("-c", INTERRUPTED.format(name), *command)
-    out, err = process.communicate(timeout=100)
-    return Done(process.returncode, out, err)
+def interrupted(folder, command, name="SIGTERM"):
+    """The exit code of a command, in a process of its own, that a signal ends."""
+    script = folder / "interrupted.py"
+    script.write_text(INTERRUPTED.format(name))
+    code, _ = run_forked(script, *command)
+    script.unlink()
+    return code
 
 
-def test_the_same_command_goes_on_after_a_signal(run, command):
-    command, _out = command
+def test_the_same_command_goes_on_after_a_signal(run, command, tmp_path):
     for name, code in (("SIGINT", 1), ("SIGTERM", -15)):
-        assert interrupted(command, name).code == code
+        assert interrupted(tmp_path, command, name) == code
     done = run(*command)
     assert done.code == 0 and "Resuming: " in done.err
 
 
 def test_discard_gives_up(run, command, tmp_path):
-    command, _out = command
     before = {path.name for path in tmp_path.iterdir()}
-    interrupted(command)
+    interrupted(tmp_path, command)
     done = run(*command, "--discard")
     assert done.code == 0 and "Removed " in done.out and "of the disk" in done.out
     assert {path.name for path in tmp_path.iterdir()} == before
     done = run(*command, "--discard")
     assert done.code == 0 and "There is no unfinished result" in done.out
-    interrupted(command)
+    interrupted(tmp_path, command)
     found = run(*command, "--discard", "--json").json["discarded"]
     assert len(found) == 1 and found[0]["num_bytes"] > 5000
