@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from examples_of_pages import ROOT, commands_of, pages
-from small_commands import exit_code_of, made_small, write_sources
+from small_commands import MODELS, PRUNED, exit_code_of, made_small, write_sources
 
 from distprune.cli.app import app
 
@@ -37,11 +37,19 @@ def files(tmp_path_factory):
     return folder
 
 
+RUN = set()  # commands that have run in this process, with one name for all copies of a model
+
+
 def ours(arguments):
-    """Run a command of distprune to its end, made small, in this process.
+    """Run a command of distprune to its end, made small, in this process, unless it has run.
 
     Other tests start several processes by torchrun.
     """
+    names = {**dict.fromkeys(MODELS, MODELS[0]), **dict.fromkeys(PRUNED, PRUNED[0])}
+    command = tuple(names.get(word, word) for word in arguments)
+    if command in RUN:
+        return
+    RUN.add(command)
     code = exit_code_of(made_small(arguments))
     assert code == 0 or (code == DIFFERENT and "--exit-code" in arguments), arguments
 
