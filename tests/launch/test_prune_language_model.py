@@ -4,7 +4,7 @@ import json
 
 import pytest
 from safetensors.torch import load_file
-from shell import ROOT, run
+from shell import ROOT
 
 from helpers.forked_scripts import run_forked
 from helpers.sampling import THOROUGH
@@ -123,16 +123,15 @@ def test_wrong_settings_end_with_a_sentence(given, said, capsys):
     "wrap", ["fsdp2", *(pytest.param(wrap, marks=pytest.mark.thorough) for wrap in ("tp", "ddp"))]
 )
 def test_a_short_run(tmp_path, wrap):
-    status, printed = run(
-        "launch/torchrun.sh", ROOT / "launch/prune_tiny_llama.py", "--wrap", wrap, "--output",
-        tmp_path, "--steps", 2, "--finetune-steps", 1, "--sparsities", 0.5, 0.9,
-        "--held-out-windows", 20,
+    status, printed = run_forked(
+        ROOT / "launch/prune_tiny_llama.py", "--wrap", wrap, "--output", tmp_path, "--steps", 2,
+        "--finetune-steps", 1, "--sparsities", 0.9, "--held-out-windows", 20, num_ranks=2,
     )  # fmt: skip
     assert status == 0, printed
     assert "saved model: as reported" in printed
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["num_ranks"] == 2 and results["saved_model_faults"] == []
-    assert [found["num_differing"] for found in results["prunings"]] == [0] * 4
+    assert [found["num_differing"] for found in results["prunings"]] == [0] * 2
     assert all(found["num_compared"] >= 802_816 for found in results["prunings"])
     assert (tmp_path / "model/model.safetensors").exists()
     assert "| 90 % " in (tmp_path / "results.md").read_text()
