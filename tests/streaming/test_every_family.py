@@ -18,7 +18,7 @@ ALL = {n for n in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if isinstance(n, st
 NAMES = sorted(ALL - {*DATA["odd"], *DATA["unmade"]}, key=lambda name: zlib.crc32(name.encode()))
 
 
-@pytest.mark.parametrize("name", [*DATA["odd"], *every(8, NAMES)])
+@pytest.mark.parametrize("name", [*DATA["odd"], *every(16, NAMES)])
 def test_families(tmp_path, name):
     """It runs, with the whole model's perplexity, or is refused, by ``plan`` in the same words."""
     source, text = tmp_path / "source", tokens(2, seed=1)

@@ -194,7 +194,7 @@ def test_equal_scores_are_cut_after_the_last_element_of_a_parameter(
     check(layers, None, [num_pruned], ["rows", "rows"], size, device=device, max_collectives=64)
 
 
-@pytest.mark.parametrize("data", ["normal", "few"])
+@pytest.mark.parametrize("data", [pytest.param("normal", marks=pytest.mark.thorough), "few"])
 def test_a_thousand_ranks_send_what_two_send(data):
     whole = values(data, (2000, 30), torch.float32, torch.Generator().manual_seed(0))
     common = key_range(torch.float32)

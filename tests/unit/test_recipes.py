@@ -1,7 +1,5 @@
 """Recipes: every mistake is named; what is right is written, read again, and becomes a pruner."""
 
-import time
-
 import pytest
 import torch
 import yaml
@@ -119,15 +117,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_file_that_is_no_recipe_is_refused_by_name_and_quickly(tmp_path, kind):
+def test_a_file_that_is_no_recipe_is_refused_by_name(tmp_path, kind):
     raw, text = HOSTILE[kind]
     path = tmp_path / "hostile recipe.yaml"
     path.write_bytes(raw)
-    began = time.monotonic()
     with pytest.raises(ValueError, match=r"hostile recipe\.yaml") as caught:
         load_recipe(path)
     assert text in str(caught.value) and len(str(caught.value)) < 2000
-    assert time.monotonic() - began < 10
 
 
 shares = st.sampled_from([0.0, 0.25, 1, 1e-300]) | st.floats(0, 1)
