@@ -100,7 +100,8 @@ class Command(click.Command):
         try:
             ctx.params["given"] = self._model(**own)
         except ValidationError as error:
-            raise SelectionError("wrong options:", problems_of(error, option_name)) from error
+            problems = problems_of(error, option_name)
+            raise SelectionError("\n  - ".join(["wrong options:", *problems])) from error
         if self._has_recipe:
             ctx.params["keys"] = told
         return rest

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 
 class FilesError(Exception):
     """Base of the errors of checkpoints on disk.
-
-    Args:
-        text: the message.
-        problems: lines below it.
 
     Attributes:
         exit_code: of a command that ends with this error.
     """
 
     exit_code = 1
-
-    def __init__(self, text: str, problems: Sequence[str] = ()) -> None:
-        super().__init__("\n  - ".join([text, *problems]))
 
 
 class SelectionError(FilesError):
@@ -63,8 +55,6 @@ def explained(error: BaseException) -> FilesError | None:
 
 def printable(text: str) -> str:
     """A text with escape sequences in place of what is not visible, such as "\\x1b" or "\\n"."""
-    if text.isprintable():
-        return text
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
