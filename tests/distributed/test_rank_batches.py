@@ -238,6 +238,7 @@ OTHERS = {
 }  # fmt: skip
 
 
+@wrappings.sharing_meshes
 def differences(wrapping: str) -> list[str]:
     rows = {name: loop.differences for name, loop in LOOPS.items() if wrapping in loop.on}
     rows |= {check.__name__: check for check, on in OTHERS.items() if wrapping in on}

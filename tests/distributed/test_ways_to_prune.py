@@ -290,7 +290,7 @@ def differences(wrapping: str, names: list[str]) -> list[str]:
 @pytest.mark.whole
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_masks_and_reports_are_those_of_one_process(wrapping):
-    rows = every(3, ROWS, WRAPPINGS.index(wrapping))
+    rows = every(4, ROWS, WRAPPINGS.index(wrapping))
     assert_nothing_wrong_on(wrapping, differences, rows)
 
 
