@@ -105,11 +105,11 @@ def single(number: int) -> list[tuple]:
     """The functions for one parameter."""
     amounts = [0, 1, 0.3, 0.5, 1.0, 60]
     magnitudes = [
-        do("single_l1", name=name, amount=amounts[(i + number) % 5], scores=None)
+        do("single_l1", name=name, amount=amounts[(i + number) % 5])
         for i, name in enumerate(EVERYTHING)
     ]
     norms = [
-        do("norm_channels", name=WEIGHTS[i % 3], n=n, dim=dim, amount=amount, scores=None)
+        do("norm_channels", name=WEIGHTS[i % 3], n=n, dim=dim, amount=amount)
         for i, (n, dim, amount) in enumerate(product((1, 2, math.inf), (0, 1, -1), (1, 0.5)))
     ]
     masks = [
@@ -240,7 +240,7 @@ def others(wrapping: str, uneven: tuple) -> list[tuple]:
     """Convolutions that are trained; what FSDP2 refuses: channels last, and no dimension."""
     names = ["head.weight", "conv.weight", "norm.weight"]
     train = do("train", seed=5)
-    channels = do("norm_channels", True, name="conv.weight", n=2, dim=0, amount=1, scores=None)
+    channels = do("norm_channels", True, name="conv.weight", n=2, dim=0, amount=1)
     rows = []
     if wrappings.kind_of(wrapping) not in ("tp", "fsdp2_tp", "fsdp2_dim1", "fsdp2_replicate"):
         conv = [l1(0.3, names), train, channels, train, do("remove_all", True)]
@@ -251,7 +251,7 @@ def others(wrapping: str, uneven: tuple) -> list[tuple]:
         rows.append(("channels last", "normal", "float32", last))
     if wrappings.kind_of(wrapping) in ("plain", "ddp"):
         scale = [l1(10, ["scale.weight", "l1.weight", "scale.bias"]), train]
-        scale += [do("single_l1", True, name="scale.weight", amount=1, scores=None), train]
+        scale += [do("single_l1", True, name="scale.weight", amount=1), train]
         rows.append(("scale", "normal", "float32", [*scale, do("remove_all")], uneven))
     return rows
 

@@ -133,13 +133,10 @@ class Run(SideBySide):
             name: wrappings.shard(scorer, name, self.indices, as_dtensor=True) for name in whole
         }
 
-    def single_l1(self, name: str, amount: Any, scores: dict[str, Any] | None) -> Both:
-        whole = self.scores(scores)
+    def single_l1(self, name: str, amount: Any) -> Both:
         return (
-            lambda: self.oracle.rank([name], amount, scores=whole),
-            lambda: ignored(
-                prune.l1_unstructured(*self.target(name), amount, importance_scores=whole.get(name))
-            ),
+            lambda: self.oracle.rank([name], amount),
+            lambda: ignored(prune.l1_unstructured(*self.target(name), amount)),
         )
 
     def single_random(self, name: str, amount: Any, seed: int) -> Both:
@@ -160,15 +157,10 @@ class Run(SideBySide):
 
         return act
 
-    def norm_channels(
-        self, name: str, amount: Any, dim: int, n: float, scores: dict[str, Any] | None
-    ) -> Both:
-        whole = self.scores(scores).get(name)
+    def norm_channels(self, name: str, amount: Any, dim: int, n: float) -> Both:
         return (
-            lambda: self.oracle.norms(name, amount, n, dim, whole),
-            lambda: ignored(
-                prune.ln_structured(*self.target(name), amount, n, dim, importance_scores=whole)
-            ),
+            lambda: self.oracle.norms(name, amount, n, dim),
+            lambda: ignored(prune.ln_structured(*self.target(name), amount, n, dim)),
         )
 
     def random_channels(self, name: str, amount: Any, dim: int, seed: int) -> Both:

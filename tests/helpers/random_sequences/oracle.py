@@ -214,9 +214,9 @@ class Oracle:
         numbers[keep] = drawn.float().flatten()
         self.rank([name], amount, ranks={name: numbers}, key=lambda number: -number)
 
-    def norms(self, name: str, amount: Any, n: float, dim: int, scores: Tensor | None) -> None:
+    def norms(self, name: str, amount: Any, n: float, dim: int) -> None:
         """Prune the channels of smallest norm, each rounded once from its exact value."""
-        values = self.value(name) * self.mask(name) if scores is None else scores
+        values = self.value(name) * self.mask(name)
         self._check_dim(name, dim)
         rows = values.double().movedim(dim, 0).flatten(1).tolist()
         exact = [_norm([Fraction(abs(value)) for value in row], n) for row in rows]
