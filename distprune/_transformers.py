@@ -494,6 +494,20 @@ def build_without_weights(folder: str, dtype: torch.dtype | None) -> Any:
     return model.eval()
 
 
+def tensors_to_save(model: Any) -> dict[str, Tensor]:
+    """The tensors of a model that ``save_pretrained`` writes; of tied ones, one."""
+    modeling, state = sys.modules["transformers.modeling_utils"], dict(model.state_dict())
+    found: dict[str, Tensor] = modeling.remove_tied_weights_from_state_dict(state, model)
+    return found
+
+
+def as_stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What ``save_pretrained`` writes of some tensors of a model, such as those of a layer."""
+    loading = sys.modules[_OPERATIONS_MODULE]
+    found: dict[str, Tensor] = loading.revert_weight_conversion(model, tensors)
+    return found
+
+
 def empty_model(make: Callable[[Any], Any], config: Any) -> Any:
     """What is made from a config: parameters on the meta device, other buffers as they will be."""
     import accelerate

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from distprune.cli.console import Meter, Terminal, counted, time_text
+from distprune.cli.console import Meter, Terminal, counted, discard_unfinished, time_text
 from distprune.cli.options import Options, RanksOptions, command
 from distprune.cli.process import process_group, translated
-from distprune.files.checkpoint import Checkpoint, open_checkpoint
-from distprune.files.disk import check_destination, resolve_destination, write_atomically
+from distprune.files.checkpoint import open_checkpoint
+from distprune.files.disk import write_atomically
 from distprune.files.errors import (
     CheckpointError,
     OutputError,
@@ -30,6 +30,9 @@ if TYPE_CHECKING:  # torch comes with it
     from torch import nn
 
     from distprune.language_models import TokenWindows
+
+    # From texts, and how many windows of each are read, to these.
+    ReadWindows = Callable[[Sequence[Path], int | None], TokenWindows]
 
 
 class RunOptions(Options):
@@ -73,15 +76,52 @@ class CalibrationRunOptions(TextRunOptions):
     eval_texts: tuple[Path, ...] = Field((), description="Held-out text, for its perplexity.")
     eval_windows: int | None = Field(None, ge=1, description="Windows of each held-out text (all).")
     windows: int = Field(32, ge=1, description="Windows of each text, drawn at random (32).")
+    own_text: bool | None = Field(
+        None, description="Text that the model writes, too (if it fits in memory)."
+    )
     update: Literal["least-squares", "none"] = Field(
         "least-squares", description="What moves kept weights (least-squares)."
     )
+
+    def read(self, read: ReadWindows) -> tuple[TokenWindows | None, TokenWindows | None]:
+        """The windows of --text and of --eval; None where there are none. Collective."""
+        windows = evaluation = None
+        if self.texts:
+            with translated(TextError, "--windows: "):
+                windows = read(self.texts, None).sample(self.windows)
+        if self.eval_texts:
+            evaluation = read(self.eval_texts, self.eval_windows)
+        return windows, evaluation
+
+    def writes_own_text(self, src: Path, needs: int, way_out: str) -> bool:
+        """Whether the model writes text: as asked for, or else if it fits in memory.
+
+        Args:
+            src: the model.
+            needs: bytes of memory that it takes.
+            way_out: what works without any text.
+
+        Raises:
+            SelectionError: it does not fit, and there is no other text.
+        """
+        if self.own_text is not None:
+            return self.own_text
+        from distprune.streaming import room_of
+
+        room = room_of(kind_of_device(self.device))
+        if needs > room and not self.texts:
+            raise SelectionError(
+                f"{src} takes {format_size(needs)} of memory to write the text that it is pruned "
+                f"by, and {format_size(room)} are there for it; expected --text FILE, such as that "
+                f"of `distprune write-text` on a larger machine, or {way_out}."
+            )
+        return needs <= room
 
 
 @contextlib.contextmanager
 def on_ranks_with_text(
     given: RunOptions, model: Path, timeout: float, terminal: Terminal
-) -> Iterator[tuple[str, Any, Callable[[Sequence[Path], int | None], TokenWindows], Meter]]:
+) -> Iterator[tuple[str, Any, ReadWindows, Meter]]:
     """Join the other ranks; transformers writes nothing but errors from now on.
 
     Yields the kind of device that this rank computes on, the tokenizer, a function that reads the
@@ -380,10 +420,10 @@ class ShrinkOptions(CalibrationRunOptions, RanksOptions):
     neurons: float = Field(0.0, ge=0, lt=1, description="Share of the neurons of each MLP (0).")
     experts: float = Field(0.0, ge=0, lt=1, description="Share of the experts of each layer (0).")
     round_to: int = Field(128, ge=1, description="A multiple of it is left in each MLP (128).")
-    own_text: bool = Field(True, description="Text that the model writes, too (yes).")
     unseen_first: bool = Field(
         False, description="Experts to which no token comes go first, in place of last."
     )
+    discard: bool = Field(False, description="Only remove the unfinished result beside OUT.")
 
 
 @command("shrink", ShrinkOptions, "MODEL", "OUT")
@@ -395,58 +435,51 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
     that the model writes itself; what is left of the MLPs is updated. With --no-own-text and no
     --text, the smallest neurons go, and nothing is updated.
 
-    The whole model is in the memory of each process; several processes share the text.
+    One layer at a time is in memory; the whole model only while it writes text, which it does if it
+    fits. Several processes share the text. After an interruption the same command continues.
 
     \b
     distprune shrink Qwen3-0.6B Qwen3-0.6B-small --neurons 0.2
     distprune shrink MODEL OUT --neurons 0.2 --text train.txt --eval held-out.txt
     distprune shrink Qwen3-30B-A3B OUT --experts 0.25
     """
-    terminal, by_text = given.terminal(), bool(given.texts) or given.own_text
-    shares: Any = given.model_dump(include={"neurons", "experts", "round_to"})
+    terminal = given.terminal()
+    if given.discard:
+        discard_unfinished(terminal, out)
+        return
     ranks = on_ranks_with_text(given, model, given.timeout, terminal)
     with ranks as (kind, tokenizer, read, meter), translated(SelectionError):
-        from distprune import language_models
+        from distprune import streaming
         from distprune.files.planning import CARD_FILE
         from distprune.files.reports import card_above
-        from distprune.language_models.shrinking import plans_of_folder
-        from distprune.ranks.collectives import world
 
-        def check() -> tuple[Checkpoint, Any]:
-            source = open_checkpoint(model)
-            check_destination(resolve_destination(out, source.root), ())
-            return source, plans_of_folder(source.folder, by_text, **shares)[-1].config
-
-        source, config = world().run(check)
-        windows, quality = None, "Its perplexity was not measured; --eval FILE measures it."
-        if given.texts:
-            with translated(TextError, "--windows: "):
-                windows = read(given.texts, None).sample(given.windows)
-        if given.eval_texts:
-            held_out = read(given.eval_texts, given.eval_windows)
-        dtype, device = given.torch_dtype(), kind if kind == "cpu" else None
-        loaded = language_models.load_sharded(model, dtype=dtype, device=device)
-        if given.own_text:
-            size: Any = {"windows": given.windows, "length": given.length_for(model)}
-            own = language_models.write_text(loaded, tokenizer, **size, progress=meter.show)
-            windows = own if windows is None else windows + own
-        run: Any = {"batch_size": given.batch_size, "progress": meter.show}
-        choice: Any = {"update": given.update != "none", "unseen_first": given.unseen_first}
-        small, report = language_models.shrink(loaded, windows, **shares, **choice, **run)
-        stored = config.dtype or loaded.dtype
-        for parameter in small.parameters():  # as it is stored: in the dtype of the source
-            parameter.data = parameter.data.to(stored).to(loaded.dtype)
-        if given.eval_texts:
+        length, dtype = given.length_for(model), given.torch_dtype()
+        run: Any = {"batch_size": given.batch_size, "dtype": dtype, "device": kind}
+        run["progress"] = meter.show
+        shares: Any = given.model_dump(include={"neurons", "experts", "round_to", "unseen_first"})
+        (windows, evaluation), own_text = given.read(read), None
+        needs = streaming.memory_of_own_text(model, length, dtype)
+        if given.writes_own_text(model, needs, "--no-own-text: the smallest neurons go"):
+            own_text = streaming.OwnText(tokenizer, given.windows, length)
+        report = streaming.shrink_folder(
+            model,
+            out,
+            windows,
+            own_text=own_text,
+            update=given.update != "none",
+            tell=terminal.note,
+            **shares,
+            **run,
+        )
+        quality = "Its perplexity was not measured; --eval FILE measures it."
+        if evaluation is not None:
             before, after = (
-                language_models.perplexity(each, held_out, **run).perplexity
-                for each in (loaded, small)
+                streaming.perplexity(folder, evaluation, **run).perplexity
+                for folder in (model, out)
             )
             quality = f"Perplexity of held-out text: {before:.4g} before, {after:.4g} after."
-        for parameter in small.parameters():
-            parameter.data = parameter.data.to(stored)
-        language_models.save_sharded(small, out, source=model)
         if terminal.is_leader:
-            card = card_above(source, ("pruned",), _SHRUNK.format(report, quality))
+            card = card_above(open_checkpoint(model), ("pruned",), _SHRUNK.format(report, quality))
             write_atomically(out / CARD_FILE, card)
     if given.as_json:
         terminal.json({"model": str(model), "quality": quality, **asdict(report)})

@@ -23,7 +23,7 @@ from distprune.cli.options import (
 from distprune.cli.process import FAILURE, process_group, translated
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import folder_bytes, free_bytes, partial_folders
-from distprune.files.errors import OutputError, SelectionError, TextError, format_size
+from distprune.files.errors import OutputError, SelectionError, format_size
 from distprune.files.selecting import pattern_of
 from distprune.recipes import Recipe, read_keys
 
@@ -40,9 +40,6 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vo
 class TextOptions(CalibrationRunOptions, RecipeOptions):
     """A recipe, and the options of pruning by text."""
 
-    own_text: bool | None = Field(
-        None, description="Text that the model writes, too (if it fits in memory)."
-    )
     polish: int | None = Field(
         None, ge=0, description="Steps of training at the end (40, if they fit in memory)."
     )
@@ -78,15 +75,7 @@ class TextOptions(CalibrationRunOptions, RecipeOptions):
             return Choice(make_recipe_from(self.recipe, keys), 0, False, 0)
         recipe, length = make_recipe_from(self.recipe, keys, score="fisher"), self.length_for(src)
         room, needs = self._memory(src, recipe, length)
-        own_text = self.own_text
-        if own_text is None:
-            own_text = needs["own text"] <= room
-        if not own_text and not self.texts:
-            raise SelectionError(
-                f"{src} takes {format_size(needs['own text'])} of memory to write the text that it "
-                f"is pruned by, and {format_size(room)} are there for it; expected --text FILE, "
-                "such as that of `distprune write-text` on a larger machine, or --score magnitude."
-            )
+        own_text = self.writes_own_text(src, needs["own text"], "--score magnitude")
         polish = self.polish
         if polish is None:
             from distprune.language_models.polishing import STEPS
@@ -232,14 +221,9 @@ def _prune_by_text(
     with ranks as (kind, tokenizer, read, meter):
         from distprune import streaming
 
-        windows = evaluation = own_text = None
-        if given.texts:
-            with translated(TextError, "--windows: "):
-                windows = read(given.texts, None).sample(given.windows)
+        (windows, evaluation), own_text = given.read(read), None
         if choice.own_text:
             own_text = streaming.OwnText(tokenizer, given.windows, choice.length)
-        if given.eval_texts:
-            evaluation = read(given.eval_texts, given.eval_windows)
         terminal.note(_method(given, choice))
         with translated(SelectionError):
             pruned = streaming.prune_folder(

@@ -325,7 +325,7 @@ class RankedTensors:
 
     def _make_terms(self, name: str, score: str, matrix: MatrixRun) -> list[list[Tensor]]:
         stored = self._stored(name)
-        found = _factored_of(stored, score, self._sums.get(name, ()))
+        found = factored_of(stored, score, self._sums.get(name, ()))
         dtype = torch.promote_types(self._values[name].dtype, torch.float32)
         return scores.terms_on(matrix, found, stored.layout.shape, CPU, dtype)
 
@@ -339,7 +339,7 @@ def _whole(shape: Sequence[int]) -> IndexMap:
     return index_map(shape, [range(size) for size in shape], range(len(shape)))
 
 
-def _factored_of(stored: StoredStatistics, score: str, sums: Sequence[Tensor]) -> FactoredScores:
+def factored_of(stored: StoredStatistics, score: str, sums: Sequence[Tensor]) -> FactoredScores:
     """What |w| is multiplied by; ``sums`` of |w|, for "ria": of each input and of each output."""
     first, second = map(torch.from_numpy, (stored.first, stored.second))
     if score in ("fisher", "stade"):

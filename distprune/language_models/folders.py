@@ -8,7 +8,7 @@ import importlib.util
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -180,6 +180,23 @@ def save_sharded(
         parameters that are several tensors in the file twice.
     """
     require_extra()
+
+    def save(partial: Path) -> None:
+        save_pretrained(model, partial, max_shard_size=max_shard_size)
+
+    return write_folder(folder, source, sum(p.nbytes for p in model.parameters()), save)
+
+
+def write_folder(
+    folder: str | Path, source: str | Path, num_bytes: int, save: Callable[[Path], None]
+) -> Path:
+    """Make a folder that has all files of another one but its weights. Collective.
+
+    Args:
+        folder, source: as for :func:`save_sharded`.
+        num_bytes: that the disk needs.
+        save: writes weights, and what is not to be copied, into the unfinished folder. Collective.
+    """
     communicator, target = world(), Path(os.path.abspath(folder))
     unfinished = contextlib.ExitStack()
 
@@ -188,7 +205,6 @@ def save_sharded(
         if communicator.index:
             return target
         place = resolve_destination(folder, open_checkpoint(source).root)
-        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         return unfinished.enter_context(new_folder(place, num_bytes))
 
     def finish() -> None:
@@ -207,7 +223,7 @@ def save_sharded(
 
     with unfinished:
         partial = communicator.run(begin, lambda _: [("folder", os.fspath(folder))])
-        save_pretrained(model, partial, max_shard_size=max_shard_size)
+        save(partial)
         communicator.run(finish)
     return target
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,12 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distprune._transformers import (
-    build_without_weights,
-    decoder_layers,
-    empty_model,
-    pretrained_model,
-)
+from distprune._transformers import decoder_layers, empty_model, pretrained_model
 from distprune.base.amount import table
 from distprune.base.naming import NamedParameter, named_modules
 from distprune.base.pruned_form import is_dtensor
@@ -262,11 +257,6 @@ def plans_of(
     return plans
 
 
-def plans_of_folder(folder: str, has_text: bool, **shares: Any) -> list[Plan]:
-    """:func:`plans_of` for the model of a folder, whose weights are not read. Local."""
-    return plans_of(build_without_weights(folder, None), has_text, **shares)
-
-
 def _shapes(model: nn.Module) -> Shapes:
     return {name: tuple(t.shape) for name, t in model.state_dict(keep_vars=True).items()}
 
@@ -395,76 +385,93 @@ def _without_neurons(
         damping: of the update; None: there is none.
         run: batch_size and progress.
     """
-    kept = _best(plan, _worths_of_neurons(model, plan, windows, run))
-    removed = [_others(layer, stay) for layer, stay in zip(plan.layers, kept, strict=True)]
-    last = [_pair(model, layer.inner) for layer in plan.layers]
-    # By name: a view of each last matrix, [outputs, neurons], and the neurons that stay.
-    views: dict[str, tuple[Tensor, Tensor]] = {}
-    for pair, layer, stay in zip(last, plan.layers, kept, strict=True):
-        weight = getattr(*pair).data
-        view = weight if layer.dims[layer.inner] == 1 else weight.T
-        views[pair.fqn] = view, stay.to(weight.device)
-    errors: dict[str, list[float]] = {}
+    pairs = [pair for layer in plan.layers for pair in weights_of_neurons(model, layer)]
+    factors: Factors = {}
+    if windows is not None:
+        statistics = GradientStatistics(pairs)
+        calibrate(model, windows, statistics, **run)
+        factors = factors_of(statistics)
+    kept = best(plan, [worth_of_neurons(model, layer, factors) for layer in plan.layers])
+    if windows is None or damping is None:
+        return cut(model, plan, kept), rows_of(plan, kept)
+    last = [pair_of(model, layer.inner) for layer in plan.layers]
+    chosen = {layer.inner: (layer, stay) for layer, stay in zip(plan.layers, kept, strict=True)}
+    errors, before = dict[str, list[float]](), [getattr(*pair).data.clone() for pair in last]
+    grams = GramMatrices(last)
 
-    def take_over(pairs: Sequence[NamedParameter]) -> None:
-        assert damping is not None
-        for pair in pairs:
-            view, stay = views[pair.fqn]
-            gram = grams.matrix(*pair).to(view.device)
-            new, *errors[pair.fqn] = solve_columns(view, stay, gram, damping, pair.fqn)
-            view.copy_(new)
+    def take_over(found: Sequence[NamedParameter]) -> None:
+        for pair in found:
+            layer, stay = chosen[pair.fqn]
+            errors[layer.name] = move_columns(model, layer, stay, grams, damping)
 
-    before = [view.clone() for view, _ in views.values()]
     try:
-        if windows is None or damping is None:
-            for (view, _), numbers in zip(views.values(), removed, strict=True):
-                view[:, numbers] = 0
-        else:
-            grams = GramMatrices(last)
-            prune_block_by_block(model, windows, grams, take_over, **run)
-        small = _cut(model, plan, kept)
+        prune_block_by_block(model, windows, grams, take_over, **run)
+        return cut(model, plan, kept), rows_of(plan, kept, errors)
     finally:
-        for (view, _), values in zip(views.values(), before, strict=True):
-            view.copy_(values)
-    rows = [
-        ShrunkLayer(layer.name, plan.kind, layer.total, numbers, *errors.get(layer.inner, ()))
-        for layer, numbers in zip(plan.layers, removed, strict=True)
-    ]
-    return small, rows
+        for pair, values in zip(last, before, strict=True):
+            getattr(*pair).data.copy_(values)
 
 
-def _pair(model: nn.Module, name: str) -> NamedParameter:
+def pair_of(model: nn.Module, name: str) -> NamedParameter:
+    """A parameter by its full name."""
     path, _, leaf = name.rpartition(".")
     return NamedParameter(model.get_submodule(path), leaf, name)
 
 
-def _worths_of_neurons(
-    model: nn.Module, plan: Plan, windows: TokenWindows | None, run: dict[str, Any]
-) -> list[Tensor]:
-    """What each neuron is worth, fp64 [neurons] for each layer. Collective."""
-    names = [name for layer in plan.layers for name in layer.dims if len(plan.shapes[name]) == 2]
-    pairs = {name: _pair(model, name) for name in names}
-    factors: dict[str, Sequence[Tensor]] = {}
-    if windows is not None:
-        statistics = GradientStatistics(pairs.values())
-        calibrate(model, windows, statistics, **run)
-        scores = statistics.fisher()
-        factors = {name: scores[pair].terms[0] for name, pair in pairs.items()}
-    worths = []
-    for layer in plan.layers:
-        worth = torch.zeros(layer.total, dtype=torch.float64)
-        for name in filter(pairs.__contains__, layer.dims):
-            score = getattr(*pairs[name]).detach().double()
-            for factor in factors.get(name, ()):
-                score = score * factor.to(score.device)
-            by_neuron = score.square().sum(1 - layer.dims[name])
-            worth += by_neuron.view(-1, layer.total).sum(0).cpu()
-        worths.append(worth)
-    return worths
+def weights_of_neurons(model: nn.Module, layer: Layer) -> list[NamedParameter]:
+    """The matrices of a layer that have a row or a column for each neuron."""
+    pairs = [pair_of(model, name) for name in layer.dims]
+    return [pair for pair in pairs if getattr(*pair).ndim == 2]
 
 
-def _best(plan: Plan, worths: Sequence[Tensor]) -> list[Tensor]:
-    """The numbers of what stays in each layer, rising; of what is worth as much, the last ones."""
+Factors = Mapping[str, Sequence[Tensor]]
+
+
+def factors_of(statistics: GradientStatistics) -> Factors:
+    """What Fisher by factors multiplies magnitudes by, by name of the weight. Collective."""
+    return {pair.fqn: scores.terms[0] for pair, scores in statistics.fisher().items()}
+
+
+def worth_of_neurons(model: nn.Module, layer: Layer, factors: Factors) -> Tensor:
+    """What each neuron of a layer is worth, fp64 [neurons]; without factors by magnitude."""
+    worth = torch.zeros(layer.total, dtype=torch.float64)
+    for pair in weights_of_neurons(model, layer):
+        score = getattr(*pair).detach().double()
+        for factor in factors.get(pair.fqn, ()):
+            score = score * factor.to(score.device)
+        by_neuron = score.square().sum(1 - layer.dims[pair.fqn])
+        worth += by_neuron.view(-1, layer.total).sum(0).cpu()
+    return worth
+
+
+def move_columns(
+    model: nn.Module, layer: Layer, stay: Tensor, grams: GramMatrices, damping: float
+) -> list[float]:
+    """Let the neurons of a layer that stay take over, the others become 0. Collective.
+
+    Returns:
+        The relative errors of ``ShrunkLayer``.
+    """
+    pair = pair_of(model, layer.inner)
+    weight = getattr(*pair).data
+    view = weight if layer.dims[layer.inner] == 1 else weight.T
+    gram = grams.matrix(*pair).to(view.device)
+    new, *errors = solve_columns(view, stay.to(view.device), gram, damping, layer.inner)
+    view.copy_(new)
+    return errors
+
+
+def best(plan: Plan, worths: Sequence[Tensor]) -> list[Tensor]:
+    """The numbers of what stays in layers, rising; of what is worth as much, the last ones.
+
+    Collective.
+
+    Args:
+        worths: fp64 [neurons or experts], of each of the plan's layers.
+
+    Raises:
+        ValueError: a worth is not a number.
+    """
     kept = []
     for layer, worth in zip(plan.layers, worths, strict=True):
         of_groups = worth.view(plan.groups, -1)
@@ -485,23 +492,51 @@ def _best(plan: Plan, worths: Sequence[Tensor]) -> list[Tensor]:
     return kept
 
 
-def _others(layer: Layer, stay: Tensor) -> tuple[int, ...]:
-    return tuple(sorted({*range(layer.total)} - {*stay.tolist()}))
+def rows_of(
+    plan: Plan,
+    kept: Sequence[Tensor],
+    errors: Mapping[str, Sequence[float]] | None = None,
+    sums: Sequence[Tensor] | None = None,
+) -> list[ShrunkLayer]:
+    """What the report says of layers.
+
+    Args:
+        kept: of each layer, the numbers of what stays.
+        errors: by layer, of its update.
+        sums: of each layer, those of :func:`counting_tokens`.
+    """
+    rows = []
+    for number, (layer, stay) in enumerate(zip(plan.layers, kept, strict=True)):
+        removed = tuple(sorted({*range(layer.total)} - {*stay.tolist()}))
+        unseen = () if sums is None else tuple((sums[number][0] == 0).nonzero().view(-1).tolist())
+        before, after = (errors or {}).get(layer.name) or (None, None)
+        facts = layer.name, plan.kind, layer.total, removed, before, after, unseen
+        rows.append(ShrunkLayer(*facts))
+    return rows
 
 
-def _cut(model: Any, plan: Plan, kept: Sequence[Tensor]) -> Any:
-    """A model of the plan's configuration with what stays; it shares what is not cut."""
+def cut(model: Any, plan: Plan, kept: Sequence[Tensor]) -> Any:
+    """A model of the plan's configuration with what stays; it shares what is not cut.
+
+    Args:
+        model: may be without weights: so is the result.
+    """
     small, state = empty_model(type(model), plan.config), model.state_dict()
     for layer, stay in zip(plan.layers, kept, strict=True):
-        for name, dim in layer.dims.items():
-            whole = state[name]
-            starts = range(0, whole.shape[dim], layer.total)
-            index = torch.cat([start + stay for start in starts]).to(whole.device)
-            state[name] = whole.index_select(dim, index)
+        for name in layer.dims:
+            state[name] = cut_tensor(layer, stay, name, state[name])
     small.load_state_dict(state, assign=True)
     small.tie_weights()
     small.generation_config = model.generation_config
     return small.to(model.device).train(model.training)
+
+
+def cut_tensor(layer: Layer, stay: Tensor, name: str, whole: Tensor) -> Tensor:
+    """What stays of a tensor that a layer cuts."""
+    dim = layer.dims[name]
+    starts = range(0, whole.shape[dim], layer.total)
+    index = torch.cat([start + stay for start in starts]).to(whole.device)
+    return whole.index_select(dim, index)
 
 
 def _without_experts(
@@ -511,7 +546,6 @@ def _without_experts(
     ranks, communicator = check_same(model, windows, run["batch_size"]), world()
     finished = reporter("calibrate", len(windows), run["progress"])
     arguments = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
-    # Of each layer and expert: the number of tokens, and the sum of what they say of it.
     sums = torch.zeros(len(plan.layers), 2, plan.layers[0].total, dtype=torch.float64)
     with (
         communicator.raising_everywhere(),
@@ -520,21 +554,41 @@ def _without_experts(
         torch.no_grad(),
     ):
         for layer, of_layer in zip(plan.layers, sums, strict=True):
-            experts = model.get_submodule(layer.inner)
-            handle = experts.register_forward_pre_hook(partial(_add_tokens, of_layer))
-            hooks.callback(handle.remove)
+            hooks.enter_context(counting_tokens(model, layer, of_layer))
         for step in steps_of(len(windows), run["batch_size"], ranks):
             if step.num_windows:
                 output_of(model, windows.tokens[step.rows], **arguments)
             finished(step.num_in_step)
     sums = communicator.reduce_floats(sums.numel(), sums.flatten).view_as(sums)
-    is_unseen = sums[:, 0] == 0
-    worths = torch.where(is_unseen, -1.0 if unseen_first else torch.inf, sums[:, 1] / sums[:, 0])
-    kept, rows = _best(plan, list(worths)), []
-    for layer, stay, missed in zip(plan.layers, kept, is_unseen, strict=True):
-        unseen, removed = tuple(missed.nonzero().view(-1).tolist()), _others(layer, stay)
-        rows.append(ShrunkLayer(layer.name, plan.kind, layer.total, removed, unseen=unseen))
-    return _cut(model, plan, kept), rows
+    kept = best(plan, worths_of_experts(sums, unseen_first))
+    return cut(model, plan, kept), rows_of(plan, kept, sums=list(sums))
+
+
+def worths_of_experts(sums: Tensor, unseen_first: bool) -> list[Tensor]:
+    """What each expert is worth, fp64 [experts], of each layer.
+
+    Args:
+        sums: [layers, 2, experts], those of :func:`counting_tokens`.
+        unseen_first: as for :func:`shrink`.
+    """
+    unseen = -1.0 if unseen_first else torch.inf
+    return list(torch.where(sums[:, 0] == 0, unseen, sums[:, 1] / sums[:, 0]))
+
+
+@contextlib.contextmanager
+def counting_tokens(model: nn.Module, layer: Layer, sums: Tensor) -> Iterator[None]:
+    """Add the tokens that come to the experts of a layer inside, and what they say of each.
+
+    Args:
+        sums: fp64 [2, experts]: of each, the number of tokens, and the sum of gate weight times
+            norm of its output.
+    """
+    experts = model.get_submodule(layer.inner)
+    handle = experts.register_forward_pre_hook(partial(_add_tokens, sums))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _add_tokens(sums: Tensor, experts: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:

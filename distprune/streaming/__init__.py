@@ -1,4 +1,4 @@
-"""Prune language models that are larger than memory by text, one decoder layer at a time.
+"""Prune and shrink language models that are larger than memory, one decoder layer at a time.
 
     from distprune import language_models, streaming
     from distprune.recipes import Recipe
@@ -17,11 +17,14 @@ from distprune.streaming.pruning import (
     PrunedFolder,
     StreamCost,
     estimate,
+    memory_of_own_text,
     prune_folder,
     room_of,
 )
+from distprune.streaming.shrinking import shrink_folder
 from distprune.streaming.windows import perplexity
 
 __all__ = [
-    "OwnText", "PrunedFolder", "StreamCost", "estimate", "perplexity", "prune_folder", "room_of"
+    "OwnText", "PrunedFolder", "StreamCost", "estimate", "memory_of_own_text", "perplexity",
+    "prune_folder", "room_of", "shrink_folder",
 ]  # fmt: skip

@@ -7,8 +7,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,10 +47,9 @@ _SECONDS_BETWEEN_SAVES = 300
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The arguments of ``prune_folder`` that decide the result of a round; see there."""
+class TextSettings:
+    """Arguments of ``prune_folder`` and ``shrink_folder`` that decide the result; see there."""
 
-    recipe: Recipe
     windows: TokenWindows
     evaluation: TokenWindows | None
     update: Update
@@ -58,13 +57,35 @@ class Settings:
     batch_size: int
     dtype: torch.dtype | None
     device: torch.device
-    polish: int = 0
     progress: Report | None = None
 
     @property
     def moves(self) -> bool:
         """Whether kept weights move."""
         return self.update == "least_squares"
+
+    def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """What decides the result, as JSON."""
+        import transformers
+
+        texts = {"windows": self.windows, "evaluation": self.evaluation}
+        return {
+            **source_facts(checkpoint),
+            **{name: w.digests() for name, w in texts.items() if w is not None},
+            "update": self.update,
+            "damping": self.damping,
+            "batch_size": self.batch_size,
+            "dtype": str(self.dtype),
+            "versions": [__version__, str(torch.__version__), transformers.__version__],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(TextSettings):
+    """The arguments of ``prune_folder`` that decide the result of a round; see there."""
+
+    recipe: Recipe
+    polish: int = 0
 
     @property
     def collects(self) -> Literal["gradients", "activations"] | None:
@@ -91,42 +112,84 @@ class Settings:
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """What decides the result, as JSON."""
-        import transformers
-
-        texts = {"windows": self.windows, "evaluation": self.evaluation}
-        return {
-            **source_facts(checkpoint),
-            "recipe": self.recipe.as_stored().as_values(),
-            **{name: w.digests() for name, w in texts.items() if w is not None},
-            "update": self.update,
-            "damping": self.damping,
-            "polish": self.polish,
-            "batch_size": self.batch_size,
-            "dtype": str(self.dtype),
-            "versions": [__version__, str(torch.__version__), transformers.__version__],
-        }
+        own = {"recipe": self.recipe.as_stored().as_values(), "polish": self.polish}
+        return super().facts(checkpoint) | own
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Everything that runs text through the layers of a model, for one pruning.
+class LayerPasses:
+    """Passes over the layers of a model, of which a folder records what is done.
 
     Args:
         streamed: the model.
-        stored: its layers, as they lie in the checkpoint.
-        settings: of the pruning.
-        work: the folder of what is done so far.
+        settings: what runs.
+        work: the folder.
+    """
+
+    streamed: StreamedModel
+    settings: TextSettings
+    work: Work
+
+    @cached_property
+    def communicator(self) -> Communicator:
+        """Of all ranks."""
+        return world()
+
+    def _finished(self, phase: str, passes: Mapping[str, Sequence[int]]) -> Callable[[int], None]:
+        """What is told of progress that passes make; the numbers of their layers, by name."""
+        todo = {
+            name: len(numbers) - len(self.work.get(name, [])) for name, numbers in passes.items()
+        }
+        total = sum(_WEIGHTS[name] * number for name, number in todo.items())
+        windows, progress = len(self.settings.windows), self.settings.progress
+        return reporter(phase, total * windows, progress, "forwards of a layer")
+
+    def _layers(
+        self, finished: Callable[[int], None], name: str, numbers: Iterable[int]
+    ) -> Iterator[int]:
+        """The layers of a pass that are not done, each in memory until the next is asked for."""
+        done: list[int] = self.work.get(name, [])
+        for number in numbers:
+            if number in done:
+                continue
+            self.communicator.agree()  # an error of a rank in the layer before
+            streamed = self._streamed_for(name)
+            with streamed.layer(number):
+                yield number
+            done = [*done, number]
+            self.work.record(name, done)
+            finished(len(self.settings.windows) * _WEIGHTS[name])
+
+    def _streamed_for(self, name: str) -> StreamedModel:
+        """The model that a pass or a stream of a name runs."""
+        return self.streamed
+
+    def _stream(self, name: str, windows: TokenWindows) -> WindowStream:
+        size, place = self.settings.batch_size, self.work.folder("states") / name
+        streamed = self._streamed_for(name)
+        states = [
+            {"after": "update", "polished": "after", "teacher": "teacher"}.get(name, "forward")
+        ]
+        steps = {"gradient": ["head", "backward"], "state": states}
+        make = partial(WindowStream, streamed, windows, size, place)
+        return self.communicator.run(lambda: make(lambda kind: self.work.forget(steps[kind])))
+
+
+@dataclass(frozen=True)
+class Passes(LayerPasses):
+    """Everything that runs text through the layers of a model, for one pruning.
+
+    Args:
+        streamed, settings, work: as for LayerPasses.
+        stored: the layers, as they lie in the checkpoint.
         before: the perplexity of the evaluation text under the dense model, if that is known.
         teacher: the dense model, of which this is a round; None: it is the model itself.
     """
 
-    streamed: StreamedModel
-    stored: StoredLayers
     settings: Settings
-    work: Work
+    stored: StoredLayers
     before: float | None
     teacher: StreamedModel | None = None
-    communicator: Communicator = field(default_factory=world)
 
     def run(self, told: Mapping[str, Any]) -> tuple[Recipe, KeptValues, RankedTensors | None]:
         """Score, rank, and update the layers. Collective.
@@ -145,12 +208,7 @@ class Passes:
         if evaluation is not None and self.before is None:
             held_out = [self._stream("before", evaluation)]
         names = [*settings.passes, *(["teacher"] if settings.polish and self.teacher else [])]
-        done = sum(_WEIGHTS[name] * len(work.get(name, [])) for name in names)
-        total = sum(_WEIGHTS[name] * len(numbers) for name in names) - done
-        finished = reporter(
-            "prune", total * len(settings.windows), settings.progress, "forwards of a layer"
-        )
-        layers = partial(self._layers, finished)
+        layers = partial(self._layers, self._finished("prune", dict.fromkeys(names, numbers)))
         for number in layers("forward", numbers):
             if settings.collects == "activations" and self.stored.parameters[number]:
                 statistics = ActivationStatistics(self.stored.parameters[number], allow_empty="*")
@@ -207,35 +265,8 @@ class Passes:
         values = self.communicator.run(lambda: _entries_in(work.folder(moved)))
         return recipe, KeptValues(facts, values), masks
 
-    def _layers(
-        self, finished: Callable[[int], None], name: str, numbers: Iterable[int]
-    ) -> Iterator[int]:
-        """The layers of a pass that are not done, each in memory until the next is asked for."""
-        done: list[int] = self.work.get(name, [])
-        for number in numbers:
-            if number in done:
-                continue
-            self.communicator.agree()  # an error of a rank in the layer before
-            streamed = self._streamed_for(name)
-            with streamed.layer(number):
-                yield number
-            done = [*done, number]
-            self.work.record(name, done)
-            finished(len(self.settings.windows) * _WEIGHTS[name])
-
     def _streamed_for(self, name: str) -> StreamedModel:
-        """The model that a pass or a stream of a name runs."""
         return self.teacher if name == "teacher" and self.teacher else self.streamed
-
-    def _stream(self, name: str, windows: TokenWindows) -> WindowStream:
-        size, place = self.settings.batch_size, self.work.folder("states") / name
-        streamed = self._streamed_for(name)
-        states = [
-            {"after": "update", "polished": "after", "teacher": "teacher"}.get(name, "forward")
-        ]
-        steps = {"gradient": ["head", "backward"], "state": states}
-        make = partial(WindowStream, streamed, windows, size, place)
-        return self.communicator.run(lambda: make(lambda kind: self.work.forget(steps[kind])))
 
     def _differentiate(self, stream: WindowStream, number: int) -> None:
         """Collect what scores are made of from the gradients of a layer, and write it."""
@@ -256,7 +287,7 @@ class Passes:
 
         def write() -> None:
             path = self.work.scores / f"{number:05}.safetensors"
-            _write_tensors(path, found)
+            write_tensors(path, found)
             # The report has the times of scores: that of a run which was killed is no other.
             os.utime(path, ns=(0, 0))
 
@@ -351,7 +382,7 @@ class Passes:
                 if of_layer:
                     made = communicator.run(partial(_stored, stored, of_layer))
                     file = work.file("polished", number)
-                    work.on_first_rank(partial(_write_tensors, file, made))
+                    work.on_first_rank(partial(write_tensors, file, made))
         work.record("polish", {"steps": settings.polish, "losses": state["losses"]})
 
     def _update(self, stream: WindowStream, number: int, masks: RankedTensors) -> None:
@@ -375,7 +406,7 @@ class Passes:
             for weight in map(_weight, parameters):
                 for dtype in {tensor.dtype for tensor in made.values()}:
                     weight.data.copy_(weight.data.to(dtype))
-            work.on_first_rank(lambda: _write_tensors(work.file("values", number), made))
+            work.on_first_rank(lambda: write_tensors(work.file("values", number), made))
         kept = [row for row in work.get("errors", []) if row[0] not in {e.name for e in errors}]
         rows = [[e.name, e.error_before, e.error_after] for e in errors]
         work.record("errors", kept + rows)
@@ -397,13 +428,18 @@ def _attach(
 def _stored(stored: StoredLayers, parameters: Iterable[NamedParameter]) -> dict[str, Tensor]:
     """Moved weights as tensors of the checkpoint."""
     made = stored.stored({p.fqn: _weight(p).detach().cpu() for p in parameters})
-    for name, tensor in made.items():
+    check_finite(made)
+    return made
+
+
+def check_finite(moved: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if tensors of a checkpoint that have moved are not finite."""
+    for name, tensor in moved.items():
         if not bool(tensor.isfinite().all()):
             raise ValueError(
                 f"{name}: moved weights are not finite as {tensor.dtype}, its dtype in the "
                 "checkpoint; expected update none and polish 0, or a source of bfloat16."
             )
-    return made
 
 
 def _entries_in(folder: Path) -> dict[str, TensorEntry]:
@@ -421,7 +457,7 @@ def _weight(parameter: NamedParameter) -> Tensor:
     return weight
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save
 
     write_atomically(path, save({k: t.contiguous() for k, t in tensors.items()}, {"format": "pt"}))

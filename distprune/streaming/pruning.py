@@ -44,7 +44,7 @@ from distprune.recipes import ELEMENTWISE, Recipe
 from distprune.reconstruction import DAMPING
 from distprune.statistics.parameters import layout_of
 from distprune.streaming.layers import StoredLayers, StreamedModel
-from distprune.streaming.passes import Passes, Settings, Update
+from distprune.streaming.passes import Passes, Settings, TextSettings, Update
 from distprune.streaming.work import Work
 
 OWN_TEXT_FILE = f"{SIDECAR}/own_text.safetensors"  # of a result
@@ -117,20 +117,48 @@ def cost_of(
         sizes = zip(layers, updates, strict=True)
         memory["update"] = activations + max(size + update for size, update in sizes)
     whole = sum(map(streamed.num_bytes, range(-1, num_layers))) // item
-    if own_text:  # logits, and keys and values of a batch
-        states = 2 * num_layers * length * width // settings.batch_size
-        memory["own text"] = whole * item + WRITTEN * (20 * config.vocab_size + states)
+    if own_text:
+        memory["own text"] = bytes_of_own_text(streamed, length)
     if settings.polish:
         # In fp32: weights, and of the trained ones gradients, two moments, masks and products.
         memory["polish"] = 4 * whole + 20 * sum(pruned) + logits + 4 * num_layers * activations
-    num_evaluated = 0 if settings.evaluation is None else len(settings.evaluation)
-    disk = (len(settings.windows) * (num_layers + 3) + 4 * num_evaluated) * length * width
+    disk = bytes_of_states(streamed, settings)
     disk += sum(pruned) * item if settings.moves else 0
     disk += sum(pruned) * (item + 24) if settings.polish else 0  # two states, for a moment
     disk += stored.num_scored(settings.elementwise) * torch.float32.itemsize
     num_passes = len(settings.passes) - ("update" in settings.passes and not settings.moves)
     reads = num_passes * sum(layers) + 2 * around
     return StreamCost({name: size + _BASE for name, size in memory.items()}, disk, reads)
+
+
+def bytes_of_own_text(streamed: StreamedModel, length: int) -> int:
+    """The memory of weights, of logits, and of keys and values of a batch."""
+    config, num_layers = streamed.model.config.get_text_config(), len(streamed.layers)
+    states = 2 * num_layers * length * config.hidden_size * streamed.model.dtype.itemsize
+    weights = sum(map(streamed.num_bytes, range(-1, num_layers)))
+    return weights + int(WRITTEN * (20 * config.vocab_size + states))
+
+
+def memory_of_own_text(source: str | Path, length: int, dtype: torch.dtype | None = None) -> int:
+    """Bytes of memory that a process needs for the model of a folder to write text.
+
+    Args:
+        source, dtype: as for :func:`prune_folder`.
+        length: tokens of a window.
+
+    Raises: as :func:`prune_folder`, for what the headers show.
+    """
+    require_extra()
+    return _BASE + bytes_of_own_text(StreamedModel(source, dtype, torch.device("cpu")), length)
+
+
+def bytes_of_states(streamed: StreamedModel, settings: TextSettings) -> int:
+    """What hidden states and gradients take of the disk, at most."""
+    num_evaluated = 0 if settings.evaluation is None else len(settings.evaluation)
+    num_states = len(settings.windows) * (len(streamed.layers) + 3) + 4 * num_evaluated
+    config, item = streamed.model.config.get_text_config(), streamed.model.dtype.itemsize
+    size: int = num_states * settings.windows.length * config.hidden_size * item
+    return size
 
 
 def _bytes_of_update(weights: list[Tensor]) -> int:
@@ -270,10 +298,11 @@ def prune_folder(
     kept, files = None if keep_scores is None else Path(keep_scores).absolute(), dict[str, bytes]()
     if windows is None and own_text is None:
         raise SelectionError("there is no text; expected windows, or own_text.")
-    to_run = windows or _any_text(1, own_text.length if own_text else 0)
+    to_run = windows or any_text(1, own_text.length if own_text else 0)
     settings = Settings(
-        recipe, to_run, evaluation, update, damping, batch_size, dtype, where, polish, progress
-    )
+        to_run, evaluation, update, damping, batch_size, dtype, where, progress,
+        recipe=recipe, polish=polish,
+    )  # fmt: skip
 
     def check(target: Path, checkpoint: Checkpoint) -> None:
         check_destination(target, [file.path for file in checkpoint.all_files], replaces=replace)
@@ -286,7 +315,7 @@ def prune_folder(
             check(target, checkpoint)
             _open(source, settings)
 
-        own, files[OWN_TEXT_FILE] = _own_text(source, destination, own_text, settings, check_all)
+        own, files[OWN_TEXT_FILE] = own_text_of(source, destination, own_text, settings, check_all)
         both = own if windows is None else windows + own
         settings = dataclasses.replace(settings, windows=both)
 
@@ -342,9 +371,8 @@ def prune_folder(
                 say(f"Resuming what is in {work.path}.")
             with communicator.raising_everywhere():
                 before = None if made is None else made.before
-                chosen, values, ranked = Passes(streamed, stored, now, work, before, dense).run(
-                    told
-                )
+                passes = Passes(streamed, now, work, stored, before, dense)
+                chosen, values, ranked = passes.run(told)
                 values = dataclasses.replace(values, files=files if number == last else {})
         planned = communicator.run(partial(plan, begun_from, chosen, values=values))
         for warning in planned.warnings:
@@ -440,13 +468,14 @@ def estimate(
     """
     require_extra()
 
-    text, device = _any_text(num_windows, length), torch.device("cpu")
-    held_out = _any_text(num_evaluated, length) if num_evaluated else None
-    settings = Settings(recipe, text, held_out, update, DAMPING, batch_size, dtype, device, polish)
+    text, device = any_text(num_windows, length), torch.device("cpu")
+    held_out = any_text(num_evaluated, length) if num_evaluated else None
+    how: Any = {"recipe": recipe, "polish": polish}
+    settings = Settings(text, held_out, update, DAMPING, batch_size, dtype, device, **how)
     return _open(source, settings, own_text)[2]
 
 
-def _any_text(num_windows: int, length: int) -> TokenWindows:
+def any_text(num_windows: int, length: int) -> TokenWindows:
     """Windows for what depends on their sizes alone."""
     nothing = torch.zeros(num_windows, length, dtype=torch.int64)
     return TokenWindows((), nothing, nothing[:, 0], has_bos=False)
@@ -466,12 +495,12 @@ def room_of(device: str) -> int:
     return int(0.9 * total) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _own_text(
+def own_text_of(
     source: str | Path,
     destination: str | Path,
     asked: OwnText,
-    settings: Settings,
-    check: Callable[[Path, Checkpoint], None],
+    settings: TextSettings,
+    check: Callable[[Path, Checkpoint], object],
 ) -> tuple[TokenWindows, bytes]:
     """The text that the model has written, or writes now, and its file. Collective."""
     communicator = world()

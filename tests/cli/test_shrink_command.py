@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 
-from distprune import language_models
+from distprune import language_models, streaming
+from distprune.streaming.layers import StreamedModel
+from distprune.streaming.shrinking import ShrinkPasses
 from helpers.forked_scripts import run_forked
+from helpers.streaming import killed_after
 from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, write_text
 
 pytest.importorskip("transformers")
@@ -62,20 +65,51 @@ def test_weights_are_stored_in_the_dtype_of_the_source(run, made, tmp_path):
 def test_its_own_text_is_a_source_as_large_as_the_others(run, made, tmp_path, monkeypatch):
     model, text = made
     seen = []
-    shrink = language_models.shrink
+    run_passes = ShrinkPasses.run
 
-    def noted(loaded, windows, **options):
-        seen.append(None if windows is None else windows.text_of.bincount().tolist())
-        return shrink(loaded, windows, **options)
+    def noted(passes):
+        seen.append(passes.settings.windows.text_of.bincount().tolist())
+        return run_passes(passes)
 
-    monkeypatch.setattr(language_models, "shrink", noted)
+    monkeypatch.setattr(ShrinkPasses, "run", noted)
     sources = [[], ["--text", text], ["--no-own-text", "--text", text], ["--no-own-text"]]
     for number, options in enumerate(sources):
         done = run("shrink", model, tmp_path / f"{number}", *NEURONS, *SIZES, *options, "--json")
         assert done.code == 0, done.err
         errors = [layer["error_after"] for layer in done.json["layers"]]
         assert (None in errors) == (number == 3)
-    assert seen == [[4], [4, 4], [4], None]
+    assert seen == [[4], [4, 4], [4], []]
+
+
+def test_a_model_that_does_not_fit_in_memory_is_shrunk_by_given_text(
+    run, made, tmp_path, monkeypatch
+):
+    model, text = made
+    monkeypatch.setattr(streaming, "room_of", lambda kind: 1000)
+    monkeypatch.setattr(streaming.pruning, "load_sharded", None)
+    done = run("shrink", model, tmp_path / "out", *NEURONS, *SIZES)
+    assert done.code == 2 and "expected --text FILE" in done.err and "--no-own-text" in done.err
+    done = run("shrink", model, tmp_path / "out", *NEURONS, *SIZES, "--text", text)
+    assert done.code == 0 and "6 of 24 neurons" in done.out, done.err
+
+
+def test_a_command_that_was_killed_goes_on(run, made, tmp_path, monkeypatch):
+    """Also between the result and its card; ``--discard`` removes what it left."""
+    model, text = made
+    command = ["shrink", model, tmp_path / "out", *NEURONS, *SIZES, "--text", text, "--eval", text]
+    assert not killed_after(6, monkeypatch, lambda: run(*command))
+    assert "which took" in run("shrink", model, tmp_path / "out", "--discard").out
+    assert not list(tmp_path.glob("out*"))
+    assert not killed_after(6, monkeypatch, lambda: run(*command))
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "perplexity", None)
+        with pytest.raises(TypeError):
+            run(*command)
+    assert "A smaller copy" not in (tmp_path / "out" / "README.md").read_text()
+    done = run(*command)
+    assert done.code == 0 and "Nothing was changed" in done.err
+    assert "before, " in (tmp_path / "out" / "README.md").read_text()
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
 
 
 def test_experts(run, tmp_path):
@@ -99,7 +133,7 @@ def test_processes_share_the_text(made, tmp_path):
 def test_what_is_wrong_is_said_before_weights_are_read(run, made, tmp_path, monkeypatch):
     model, text = made
     save_tiny_mixtral(tmp_path / "mixtral")
-    monkeypatch.setattr(language_models, "load_sharded", None)
+    monkeypatch.setattr(StreamedModel, "layer", None)
     cases = [
         (2, [model, tmp_path / "out"], "expected shares below 1, one of them above 0"),
         (2, [model, tmp_path / "out", "--neurons", "0.2"], "in multiples of 128"),
