@@ -139,9 +139,9 @@ class Passes:
         self.most_collected = math.inf if most_collected is None else most_collected
         self._masks = [shard.flat_mask for shard in shards]
         self._tensors = [source.tensor for source in self.sources]
-        devices = {source.device for source in self.sources}
+        self.is_on_host = all(map(memory.takes_numpy, {source.device for source in self.sources}))
         are_safe = False not in [source.is_thread_safe for source in self.sources]
-        self.are_safe = are_safe and all(map(memory.takes_numpy, devices))
+        self.are_safe = self.is_on_host and are_safe
         most = operations_on(self.sources[0].device).CHUNK_BYTES // self.keys.dtype.itemsize
         self._most = max(1, most)
         self._parts = join_small(self._pieces(), self._most)

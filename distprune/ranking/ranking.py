@@ -329,7 +329,17 @@ class Search:
             if len(self._k) > 1:
                 owners = memory.moved(torch.from_numpy(self._segments[own.shards]), own.keys.device)
             keys.append((owners, own.keys))
-        return found.descend(lambda _: keys, self._ranks)
+        is_alone = self._ranks.size == 1 and self._ranking.is_on_host
+        if not is_alone or len(keys) != 1 or len(self._k) > 1 or not self._are_collected[0]:
+            return found.descend(lambda _: keys, self._ranks)
+        # A rank that is alone selects among the keys themselves.
+        numbers, rank = keys[0][1].numpy(), int(found.rank[0])
+        if not 0 <= rank < numbers.size == found.size[0]:
+            raise ChangedError
+        key = np.partition(numbers, rank)[rank]
+        rank -= int(np.count_nonzero(numbers < key))
+        count = int(np.count_nonzero(numbers == key))
+        return Intervals(*np.array([[key], [key], [rank], [count]], dtype=np.int64))
 
     def cut_ties(self, count_each: bool) -> Cuts:
         """The cut of each segment: of its key's ties, the first ones go. Collective."""
