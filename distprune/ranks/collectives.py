@@ -121,7 +121,7 @@ class Communicator:
         if self.size == 1:
             return step()
         with self.local_step(size, op, dtype) as shared:
-            shared.copy_(step())
+            shared.copy_(step().view(size))  # one element would be repeated
         return shared
 
     @contextlib.contextmanager
