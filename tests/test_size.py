@@ -32,7 +32,7 @@ ROOMS = {
     "masks": (437, 3),
     "methods": (670, 4),
     "ranking": (1640, 9),
-    "ranks": (319, 2),
+    "ranks": (323, 2),
     "recipes": (301, 1),
     "reconstruction.py": (288, 1),
     "schedule.py": (228, 1),
@@ -44,7 +44,7 @@ ROOMS = {
     "verification.py": (565, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (20113, 121)
+TOTAL = (20117, 121)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 29225, "launch": 831}
 NO_CODE = {

@@ -121,7 +121,11 @@ class Communicator:
         if self.size == 1:
             return step()
         with self.local_step(size, op, dtype) as shared:
-            shared.copy_(step().view(size))  # one element would be repeated
+            values = step()
+            if values.shape != (size,) or values.is_floating_point() != dtype.is_floating_point:
+                text = f"a step returned {values.dtype} {tuple(values.shape)}, not ({size},)."
+                raise AssertionError(text)
+            shared.copy_(values)
         return shared
 
     @contextlib.contextmanager

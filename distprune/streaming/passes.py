@@ -458,6 +458,7 @@ def _weight(parameter: NamedParameter) -> Tensor:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, whole or not at all."""
     from safetensors.torch import save
 
     write_atomically(path, save({k: t.contiguous() for k, t in tensors.items()}, {"format": "pt"}))
