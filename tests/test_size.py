@@ -18,20 +18,20 @@ ROOMS = {
     "_transformers.py": (330, 1),
     "_version.py": (1, 1),
     "api": (874, 7),
-    "base": (806, 9),
+    "base": (818, 9),
     "budgets.py": (212, 1),
     "call": (812, 5),
     "checkpoint.py": (208, 1),
     "cli": (1385, 9),
     "criteria": (676, 3),
     "dynamic.py": (128, 1),
-    "files": (2370, 13),
+    "files": (2423, 13),
     "integrations": (785, 6),
     "language_models": (1680, 10),
     "layouts.py": (13, 1),
     "masks": (437, 3),
-    "methods": (670, 4),
-    "ranking": (1640, 9),
+    "methods": (672, 4),
+    "ranking": (1671, 9),
     "ranks": (323, 2),
     "recipes": (301, 1),
     "reconstruction.py": (288, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (565, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (20117, 121)
+TOTAL = (20215, 121)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29225, "launch": 831}
+FOLDERS = {"tests": 29235, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

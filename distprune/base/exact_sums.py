@@ -54,7 +54,13 @@ def exponent_of(largest: float) -> int:
     return math.frexp(largest)[1]
 
 
-def grid_sum(magnitudes: Array, exponent: int, power: Literal[1, 2], scratch: Scratch) -> int:
+def grid_sum(
+    magnitudes: Array,
+    exponent: int,
+    power: Literal[1, 2],
+    scratch: Scratch,
+    counts: Array | None = None,
+) -> int:
     """Sum of |score|**power in units of the grid, on a CPU: see [Note: grid].
 
     Args:
@@ -62,6 +68,7 @@ def grid_sum(magnitudes: Array, exponent: int, power: Literal[1, 2], scratch: Sc
         exponent: :func:`exponent_of` the largest score of the whole parameter.
         power: 1 or 2.
         scratch: memory to use again.
+        counts: int64, how often each term is added; None: once.
 
     Cost: one read; scratch memory of 256 KiB.
     """
@@ -72,7 +79,12 @@ def grid_sum(magnitudes: Array, exponent: int, power: Literal[1, 2], scratch: Sc
         np.multiply(block, scale, out=terms, dtype=np.float64)
         if power == 2:
             terms *= terms
-        total += int(np.rint(terms, out=terms).sum())
+        np.rint(terms, out=terms)
+        if counts is None:
+            total += int(terms.sum())
+        else:  # Python's integers: the sum may have more than 64 bits
+            own = counts[start : start + SERIAL]
+            total += int(terms.astype(np.int64).astype(object) @ own)
     return total
 
 
@@ -133,11 +145,12 @@ def product_dtype(scale: float, dtype: torch.dtype) -> torch.dtype:
 
 def scale_scores(scores: Array, scale: float, out: Array) -> Array:
     """``scores * scale``, rounded once to their dtype; on a CPU. ``out`` may be the scores."""
-    if out.dtype == np.float32 and product_dtype(scale, torch.float32) is torch.float64:
-        with np.errstate(over="ignore"):  # scores that do not count
+    is_wide = out.dtype == np.float32 and product_dtype(scale, torch.float32) is torch.float64
+    with np.errstate(over="ignore"):  # scores that do not count
+        if is_wide:
             np.multiply(scores, scale, out=out, dtype=np.float64, casting="same_kind")
-    else:
-        np.multiply(scores, out.dtype.type(scale), out=out)
+        else:
+            np.multiply(scores, out.dtype.type(scale), out=out)
     return out
 
 

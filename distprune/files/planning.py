@@ -89,9 +89,20 @@ class PlannedGroup:
     num_to_prune: int
 
     @property
+    def is_tallied(self) -> bool:
+        """Whether the tensors are ranked by how often each of their 32,768 magnitudes occurs."""
+        is_cut = self.recipe.score == "magnitude" and not self.recipe.group_rule.needs_input_dim
+        dtypes = {tensor.entry.dtype for tensor in self.tensors}
+        return is_cut and dtypes in ({"BF16"}, {"F16"}) and len(self.tensors) <= _MOST_TALLIED
+
+    @property
     def limits(self) -> Bounds:
         """How many elements of each tensor have to be pruned at least, and at most."""
         return tuple(t.lowest for t in self.tensors), tuple(t.highest for t in self.tensors)
+
+
+# More tensors would take more memory than a slab: about 50 KB each.
+_MOST_TALLIED = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -347,7 +358,8 @@ def bytes_to_count(plan: Plan) -> int:
             total += 2 * weights
         if recipe.group_rule.needs_input_dim or recipe.score == "random":
             continue
-        num_reads = 1 + 2 * (recipe.divisor is not None) + 3 * (recipe.budget == "owl")
+        is_divided = recipe.divisor is not None and not group.is_tallied
+        num_reads = 1 + 2 * is_divided + 3 * (recipe.budget == "owl")
         if recipe.reads_scores:  # of 32 bits, if the plan awaits them
             weights = sum(given.get(t.entry.name, 4 * t.entry.numel) for t in group.tensors)
         total += num_reads * weights

@@ -90,10 +90,10 @@ def prune(
         Each is raised on every rank that is left. The text says what is left on the disk.
 
     Cost: reads weights twice and writes them once (row and N:M reads them once; normalised scores
-    are read four times, and all once more if they are so many that the keys around the cut do not
-    fit into memory). A killed run makes at most one file per rank again. Memory: a few hundred
-    megabytes per process. Scores "wanda" and "stade" have 32
-    bits or more. Communication: an all-reduce of 40 bytes per file, and some of up to 32 KiB.
+    of 32 bits, which "wanda" and "stade" have, are read four times, and all once more if they are
+    so many that the keys around the cut do not fit into memory). A killed run makes at most one
+    file per rank again. Memory: a few hundred megabytes per process. Communication: an all-reduce
+    of 40 bytes per file, and some of up to 32 KiB.
     """
     team = Team(world(), progress)
     tensors = ranked or RankedTensors(plan, team)

@@ -28,9 +28,9 @@ from distprune.files.planning import Plan, PlannedGroup, bytes_to_count
 from distprune.files.statistics_file import StoredStatistics
 from distprune.files.team import Team
 from distprune.ranking import scores, sums
-from distprune.ranking.chunks import Chunk, Part
+from distprune.ranking.chunks import Chunk, Part, call_all, spans_of
 from distprune.ranking.in_blocks import lowest_of
-from distprune.ranking.passes import Cuts
+from distprune.ranking.passes import ALL, Cuts
 from distprune.ranking.ranking import ChangedError, Ranking, cut_within
 from distprune.shards import factored
 from distprune.shards.factored import FactoredScores
@@ -38,6 +38,8 @@ from distprune.shards.geometry import IndexMap, MatrixRun, index_map
 
 CPU = torch.device("cpu")
 _MOST_COLLECTED = 3 << 20  # keys of a process, of about 12 bytes each
+_MAGNITUDES = 1 << 15  # of 16 bits, without the sign
+_SPAN = 1 << 19  # elements whose magnitudes are counted at a time: they stay in the cache
 
 
 # Consecutive elements of a tensor: the index of the first one; their bits, as they are stored; and
@@ -58,7 +60,6 @@ class FileValues(scores.ScoreSource):
         held: the first element, and the values, of a part that need not be read again.
     """
 
-    is_thread_safe = False  # progress is reported
     device = CPU
 
     def __init__(self, entry: TensorEntry, count: Callable[[int], None]) -> None:
@@ -115,6 +116,8 @@ class RankedGroup:
             them is pruned, or limits decide everything.
         bounds: per tensor, "min_sparsity" or "max_sparsity" if this bound decided how many of its
             elements are pruned.
+        stored: the same cuts in a ranking of the stored values, where they take less time to apply;
+            None: there are none.
     """
 
     group: PlannedGroup
@@ -123,6 +126,7 @@ class RankedGroup:
     cuts: Cuts | None = None
     common: tuple[int, int, int] | None = None
     bounds: Sequence[str | None] = field(default_factory=list)
+    stored: tuple[Ranking, Cuts] | None = None
 
 
 class RankedTensors:
@@ -162,6 +166,7 @@ class RankedTensors:
 
         Cost: one read of the scores, and two more if they are normalised; one more if they are so
         many that the keys around the cut do not fit into 36 MiB. No read of random scores.
+        Magnitudes of 16 bits are counted in one read; then the tensors whose ties are cut are read.
         """
         team = self._team
         team.begin("count", bytes_to_count(self._plan))
@@ -170,15 +175,29 @@ class RankedTensors:
             sizes = [part.numel for part in parts]
             with self._errors_of(group):
                 sources, keys = self._scores(group, parts), scores.RANDOM_KEYS
+                counted: list[sums.Scored] = []
+                if group.is_tallied:
+                    items = [(*each, each[0].counted) for each in zip(parts, sources, strict=True)]
+                    counted = team.run(functools.partial(call_all, _count, items, True))
                 divisors: list[float] | None = None
+                own = [each.scores for each in counted]
                 if recipe.divisor is not None:
-                    scored = list(map(sums.Scored, parts, sources))
-                    sources, divisors = sums.normalized(scored, recipe.divisor, sizes, team)
+                    scored = counted or list(map(sums.Scored, parts, sources))
+                    divisors = sums.divisors_of(scored, recipe.divisor, sizes, team)
+                    sources = list(map(scores.ScaledScores, sources, divisors))
+                    own = [scores.ScaledScores(*each) for each in zip(own, divisors, strict=False)]
                 if recipe.score != "random":
                     dtype = functools.reduce(torch.promote_types, [each.dtype for each in sources])
                     keys = scores.key_range(dtype)
                 most = _MOST_COLLECTED * team.size
-                ranking = Ranking(parts, (keys, sources), sizes, team, most_collected=most)
+                tallies = [
+                    (scores.to_keys(each.load(0, each.size), keys)[0], one.counts)
+                    for each, one in zip(own, counted, strict=True)
+                    if one.counts is not None
+                ]
+                ranking = Ranking(
+                    parts, (keys, sources), sizes, team, most_collected=most, tallies=tallies
+                )
                 ranked = RankedGroup(group, ranking, divisors, bounds=[None] * len(parts))
                 self.groups.append(ranked)
                 if recipe.group_rule.needs_input_dim:
@@ -192,7 +211,9 @@ class RankedTensors:
                 else:
                     ranked.cuts = ranking.cut([0] * len(parts), [group.num_to_prune])
                     ranked.common = ranked.cuts.common
-                ranking.found = []  # which takes memory
+                ranking.found, ranking.tallies = [], ()  # which take memory
+                if counted and divisors is not None:
+                    ranked.stored = self._among_stored(ranking, ranked.cuts, divisors)
 
     def pieces(self, entry: TensorEntry) -> Iterator[Piece]:
         """The elements of a tensor, in their order.
@@ -212,7 +233,8 @@ class RankedTensors:
             chunk = Chunk([(i, run.start, run.stop)], True)
             if blocks is None:
                 assert ranked.cuts is not None
-                keep = ranked.ranking.kept(chunk, ranked.cuts, scratch)
+                ranking, cuts = ranked.stored or (ranked.ranking, ranked.cuts)
+                keep = ranking.kept(chunk, cuts, scratch)
             else:
                 keys: Array = ranked.ranking.load(chunk, scratch)[0].numpy()
                 lowest = lowest_of(blocks, keys, scratch)
@@ -228,6 +250,23 @@ class RankedTensors:
         entry = self._plan.groups[number].tensors[i].entry
         keep = [np.copy(keep) for _, _, keep in self.pieces(entry)]
         return np.concatenate([np.empty(0, dtype=bool), *keep]).reshape(entry.shape)
+
+    def _among_stored(
+        self, ranking: Ranking, cuts: Cuts, divisors: Sequence[float]
+    ) -> tuple[Ranking, Cuts] | None:
+        """The cuts of divided magnitudes among the stored ones, which have the same order."""
+        values = [self._values[part.name] for part in ranking.shards]
+        among, threshold = scores.key_range(values[0].dtype), np.empty_like(cuts.threshold)
+        bits = torch.arange(among.largest_number + 1, dtype=torch.int16)
+        for i, (source, divisor) in enumerate(zip(values, divisors, strict=True)):
+            divided = scores.ScaledScores(scores.ScoreSource(bits.view(source.dtype)), divisor)
+            keys = scores.to_keys(divided.load(0, len(bits)), ranking.keys)[0].numpy()
+            first, stop = keys.searchsorted(cuts.threshold[i] + np.array([0, 1]))
+            if stop - first > 1 and 0 < cuts.index[i] < ALL:
+                return None  # several magnitudes have the key whose ties are cut
+            threshold[i] = stop - 1 if cuts.index[i] >= ALL else first
+        found = Ranking(ranking.shards, (among, values), ranking.num_live.tolist(), self._team)
+        return found, Cuts(threshold, cuts.index, cuts.num_before)
 
     @contextlib.contextmanager
     def _errors_of(self, group: PlannedGroup) -> Iterator[None]:
@@ -332,6 +371,20 @@ class RankedTensors:
     def _stored(self, name: str) -> StoredStatistics:
         assert self._plan.statistics is not None
         return self._plan.statistics.of_tensor[name]
+
+
+def _count(part: Part, source: scores.ScoreSource, span: range, scratch: Scratch) -> sums.Scored:
+    """The distinct magnitudes of 16 bits in a span of a tensor, and how often each occurs."""
+    counts = torch.zeros(_MAGNITUDES, dtype=torch.int64)
+    for some in spans_of(span, _SPAN):
+        bits = source.load(some.start, some.stop, scratch).view(torch.int16).numpy()
+        bits &= _MAGNITUDES - 1
+        # numpy's takes longer, and holds the interpreter's lock.
+        counts += torch.bincount(torch.from_numpy(bits), minlength=_MAGNITUDES)
+    present = counts.numpy().nonzero()[0]
+    values = torch.from_numpy(present.astype(np.int16)).view(source.dtype)
+    distinct = Part(part.name, len(present), part.index, range(len(present)))
+    return sums.Scored(distinct, scores.ScoreSource(values), counts.numpy()[present])
 
 
 def _whole(shape: Sequence[int]) -> IndexMap:

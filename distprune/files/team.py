@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,7 +58,7 @@ class Team(Communicator):
         self.is_leader = self.index == 0
         self._progress = progress or (lambda state: None)
         self._state = Progress("", 0, 0)
-        self._shown_at = 0.0
+        self._shown_at, self._lock = 0.0, threading.Lock()
 
     def compare(self, facts: Sequence[tuple[str, str]]) -> None:
         """Raise RanksError on every rank if the ranks differ in a fact; names the fact."""
@@ -105,14 +106,15 @@ class Team(Communicator):
 
     def count(self, phase: str, num_bytes: int) -> None:
         """Note bytes that this rank has done of a phase; the other ranks do about as much."""
-        state, now = self._state, time.monotonic()
-        if phase != state.phase:
-            return
-        done = min(state.num_done + num_bytes * self.size, state.total)
-        self._state = state._replace(num_done=done)
-        if now >= self._shown_at + _SECONDS or done == state.total:
-            self._shown_at = now
-            self._progress(self._state)
+        with self._lock:  # several threads read
+            state, now = self._state, time.monotonic()
+            if phase != state.phase:
+                return
+            done = min(state.num_done + num_bytes * self.size, state.total)
+            self._state = state._replace(num_done=done)
+            if now >= self._shown_at + _SECONDS or done == state.total:
+                self._shown_at = now
+                self._progress(self._state)
 
     def _raise_everywhere(self, error: BaseException | None) -> NoReturn:
         """Raise the error of the first rank that has one, with its type."""

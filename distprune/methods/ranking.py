@@ -18,12 +18,13 @@ from distprune.ranking.ranking import Ranking, cut_within, limits_for
 from distprune.ranking.scores import (
     FactorScores,
     KeyRange,
+    ScaledScores,
     ScoreSource,
     key_range,
     random_keys,
     to_keys,
 )
-from distprune.ranking.sums import Scored, normalized
+from distprune.ranking.sums import Scored, divisors_of
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import index_map
@@ -127,7 +128,8 @@ def rank(
     elif call.normalize is not None and call.segments.wanted is None:
         # Where parameters are segments of their own, a factor changes nothing.
         scored = communicator.run(lambda: list(map(Scored, shards, make(call))))
-        sources, _ = normalized(scored, call.normalize, num_live, communicator)
+        divisors = divisors_of(scored, call.normalize, num_live, communicator)
+        sources = list(map(ScaledScores, (each.scores for each in scored), divisors))
 
     def prepare() -> tuple[Keys, list[Tensor]]:
         own = make(call) if sources is None and not is_random else sources

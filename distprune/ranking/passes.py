@@ -48,8 +48,11 @@ _RUN, _SMALL = 16, 4096
 ALL = 1 << 62
 
 
-# Keys on one device, and the number of the interval that each of them belongs to, or all do.
-OwnedKeys = tuple[int | Tensor, Tensor]
+# The number of the interval that each key belongs to, or all do; keys on one device; and how often
+# each occurs, int64; None: once.
+OwnedKeys = tuple[int | Tensor, Tensor, Array | None]
+# Distinct keys of a shard among the elements that this rank counts, and how often each occurs.
+Tally = tuple[Tensor, Array]
 
 
 @dataclass
@@ -115,6 +118,7 @@ class Passes:
         outs: flat masks to write, one per shard, uninitialised, contiguous; None: no masks.
         refuse_nan: whether a live NaN is an error; otherwise NaN rank last.
         most_collected: keys that all ranks together may collect in memory, about; None: any number.
+        tallies: of the keys of each shard, which are not read to be cut then; none: they are.
 
     Attributes:
         are_safe: whether several threads may load keys at a time.
@@ -130,8 +134,9 @@ class Passes:
         *,
         refuse_nan: bool = True,
         most_collected: int | None = None,
+        tallies: Sequence[Tally] = (),
     ) -> None:
-        self.shards, self.ranks = shards, ranks
+        self.shards, self.ranks, self.tallies = shards, ranks, tallies
         self.outs: Sequence[Tensor] = outs or ()
         self.keys, self.sources = keys
         self.num_live: Array = np.array(num_live)
@@ -327,7 +332,8 @@ class Passes:
             rates: [shards], about which fraction of the elements is taken.
             seed: of the choice.
         """
-        generator, scratch, found = np.random.default_rng(seed), Scratch(), []
+        generator, scratch = np.random.default_rng(seed), Scratch()
+        found: list[OwnedKeys] = []
         for part in self._parts:
             owners, size = rows[part.shards], len(part)
             length = _RUN if size >= _SMALL else 1
@@ -358,7 +364,7 @@ class Passes:
                     live = own >= 0 if live is None else live & (own >= 0)
                     own = own.clamp(min=0)
             dead = self.keys.high + 1  # outside of every interval
-            found.append((own, keys if live is None else torch.where(live, keys, dead)))
+            found.append((own, keys if live is None else torch.where(live, keys, dead), None))
         return found
 
     def ties_of(self, i: int, key: int, low: int, high: int) -> Iterator[Tensor]:

@@ -114,7 +114,7 @@ class Intervals(NamedTuple):
         # Added to key >> shift, it gives the place of the bin among those of all intervals.
         first = np.arange(len(shift)) * num_bins - (self.low >> shift)
         counts: Array = np.zeros(len(shift) * num_bins, dtype=np.int64)
-        for owners, several in keys:
+        for owners, several, occurrences in keys:
             if not memory.takes_numpy(several.device):
                 table = torch.from_numpy(np.stack([self.low, self.high, shift, first]))
                 low, high, shifts, firsts = table.to(several.device)[:, owners]
@@ -128,6 +128,7 @@ class Intervals(NamedTuple):
                 own: Any = owners
                 if isinstance(owners, Tensor):
                     own = owners[start : start + _CHUNK].numpy()
+                often = None if occurrences is None else occurrences[start : start + _CHUNK]
                 low, high = self.low[own], self.high[own]
                 if isinstance(own, int):  # with an element of int64, numpy would widen the keys
                     low, high = int(low), int(high)
@@ -135,8 +136,10 @@ class Intervals(NamedTuple):
                 if not is_inside.all():
                     some = some[is_inside]
                     own = own if isinstance(own, int) else own[is_inside]
+                    often = None if often is None else often[is_inside]
                 places = (some.astype(np.int64) >> shift[own]) + first[own]
-                counts += np.bincount(places, minlength=counts.size)
+                # Sums of occurrences are float64, which is exact below 2**53.
+                counts += np.bincount(places, often, counts.size).astype(np.int64, copy=False)
         return counts.reshape(len(shift), num_bins)
 
     def narrowed(self, histogram: Array) -> Intervals:
@@ -267,7 +270,7 @@ class Search:
         low, high, sizes = np.tile([whole.low, whole.high, size], 2)
         both = Intervals(low, high, ranks.clip(0, size - 1).reshape(-1), sizes)
         both = both.narrowed(np.tile(histogram, (2, 1)))
-        owned = [(own + n * len(rows), keys) for n in (0, 1) for own, keys in samples]
+        owned = [(own + n * len(rows), keys, None) for n in (0, 1) for own, keys, _ in samples]
         both = both.descend(lambda _: owned, self._ranks, np.tile(margin / 5, 2))
         first = np.where(ranks[0] < 0, whole.low, both.low[: len(rows)])
         last = np.where(ranks[1] >= size, whole.high, both.high[len(rows) :])
@@ -318,6 +321,30 @@ class Search:
         ends = np.where(members, [before[self._segments], at[self._segments]], [[0], [width + 1]])
         self._each = each[ends, np.arange(len(members))]
 
+    def find_in_tallies(self) -> None:
+        """Find the k-th key of each segment among tallied keys. Collective."""
+        tallies, limit = self._ranking.tallies, self._ranking.keys.largest_number
+        if self.counts_nan:
+            num_nan = [int(often[keys.numpy() > limit].sum()) for keys, often in tallies]
+            self._ranking.raise_nan(
+                self._ranks.reduce(len(tallies), lambda: torch.tensor(num_nan)).tolist()
+            )
+            self._ranking.nan_checked[:] = True
+        own = [
+            (segment, *tally)
+            for segment, tally in zip(self._segments.tolist(), tallies, strict=True)
+            if segment >= 0
+        ]
+        interval = Intervals(self._low, self._high, (self._k - 1).clip(0), self._upto)
+        found = interval.descend(lambda _: own, self._ranks)
+        self._low = self._high = found.low
+        self._below = np.where(self._k > 0, self._k - 1 - found.rank, 0)
+        self._upto = self._below + found.size
+        for i, (keys, often) in enumerate(tallies):
+            if self.members[i] and self._k[self._segments[i]] > 0:
+                key, numbers = found.low[self._segments[i]], keys.numpy()
+                self._each[:, i] = often[numbers < key].sum(), often[numbers <= key].sum()
+
     def _find_keys(self, collected: Sequence[Collected]) -> Intervals:
         """The k-th key of each segment, its rank among its ties, and their number."""
         found = Intervals(
@@ -328,7 +355,7 @@ class Search:
             owners: int | Tensor = 0
             if len(self._k) > 1:
                 owners = memory.moved(torch.from_numpy(self._segments[own.shards]), own.keys.device)
-            keys.append((owners, own.keys))
+            keys.append((owners, own.keys, None))
         is_alone = self._ranks.size == 1 and self._ranking.is_on_host
         if not is_alone or len(keys) != 1 or len(self._k) > 1 or not self._are_collected[0]:
             return found.descend(lambda _: keys, self._ranks)
@@ -398,11 +425,11 @@ class Search:
                     if are_collected[i]:
                         for ordered, begins in tied:
                             positions = torch.from_numpy(ordered[begins[i] : begins[i + 1]])
-                            yield row, self._ranking.shards[i].index(positions)
+                            yield row, self._ranking.shards[i].index(positions), None
                     elif now.low[row] < now.high[row]:
                         key, low, high = int(threshold[i]), int(now.low[row]), int(now.high[row])
                         for ties in self._ranking.ties_of(i, key, low, high):
-                            yield row, ties
+                            yield row, ties, None
 
             index[shards] = start.descend(indices, self._ranks).low + 1
         return cuts
@@ -444,7 +471,10 @@ class Ranking(Passes):
         """
         owners, k = np.asarray(segments), np.asarray(counts)
         search = Search(self, owners, k)
-        if len(k) < 2 or search.most_inside.sum() <= _STORED:
+        num_stored = len(k) << _BITS if self.tallies else search.most_inside.sum()
+        if len(k) < 2 or num_stored <= _STORED:
+            if self.tallies:
+                search.find_in_tallies()
             drafts = bool(self.outs) and not count_each
             while search.counts_nan or search.is_open.any():
                 edges, share = search.bracket()

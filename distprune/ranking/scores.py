@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from distprune.base import memory
-from distprune.base.exact_sums import product_dtype, scale_scores
+from distprune.base.exact_sums import product_dtype, scale_of, scale_scores
 from distprune.base.memory import INTEGERS, LARGEST_HASH, SERIAL, Array, Scratch
 from distprune.base.selecting import PLAIN_FLOATS, FloatFormat
 from distprune.shards.factored import FactoredScores
@@ -321,16 +321,16 @@ class FactorScores(ScoreSource):
 
 
 class ScaledScores(ScoreSource):
-    """Scores of another source times a number, rounded once to float32 or float64.
+    """Scores of another source divided by a number, rounded once to float32 or float64.
 
     Args:
         scores: floating point.
-        scale: ``exact_sums.scale_of`` the dtype of the result.
+        divisor: one of ``sums.divisors_of``.
     """
 
-    def __init__(self, scores: ScoreSource, scale: float) -> None:
-        self._scores, self._scale = scores, scale
+    def __init__(self, scores: ScoreSource, divisor: float) -> None:
         self.dtype = torch.promote_types(scores.dtype, torch.float32)
+        self._scores, self._scale = scores, scale_of(divisor, self.dtype)
         self.size, self.device = scores.size, scores.device
         self.is_thread_safe = scores.is_thread_safe
 

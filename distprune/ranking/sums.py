@@ -25,7 +25,7 @@ from distprune.base.exact_sums import GRID_BITS, Normalization
 from distprune.base.memory import SERIAL, Array, Count, Scratch, is_one, on_host
 from distprune.base.naming import UnfitScores
 from distprune.ranking.chunks import Elements, call_all, operations_on, spans_of
-from distprune.ranking.scores import ScaledScores, ScoreSource, slice_of, widened
+from distprune.ranking.scores import ScoreSource, slice_of, widened
 from distprune.ranks.collectives import Communicator
 from distprune.shards.geometry import IndexMap, MatrixRun
 
@@ -37,10 +37,12 @@ class Scored:
     Attributes:
         shard: whose live elements count.
         scores: of its flat local elements.
+        counts: int64, how often each score occurs; None: once.
     """
 
     shard: Elements
     scores: ScoreSource
+    counts: Array | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,10 +94,10 @@ def per_part(
     return [combine(own or [0]) for own in numbers]
 
 
-def normalized(
+def divisors_of(
     parts: Sequence[Scored], normalize: Normalization, num_live: Sequence[int], ranks: Communicator
-) -> tuple[list[ScoreSource], list[float]]:
-    """The scores of all parameters, each divided by its statistic, and the divisors. Collective.
+) -> list[float]:
+    """What the scores of each parameter are divided by, for ``ScaledScores``. Collective.
 
     Args:
         parts: this rank's part of every parameter; the same list on all ranks.
@@ -114,13 +116,10 @@ def normalized(
     # NaN is not above 0 either: the ranking itself refuses it, by the name of the parameter.
     exponents = [exact_sums.exponent_of(value) if value > 0 else None for value in largest]
     totals = grid_sums(parts, exponents, exact_sums.power_of(normalize), ranks)
-    sources: list[ScoreSource] = []
-    divisors = []
-    for part, total, exponent, number in zip(parts, totals, exponents, num_live, strict=True):
-        divisors.append(exact_sums.statistic(normalize, total, exponent or 0, number))
-        scale = exact_sums.scale_of(divisors[-1], part.dtype)
-        sources.append(ScaledScores(part.scores, scale))
-    return sources, divisors
+    return [
+        exact_sums.statistic(normalize, total, exponent or 0, number)
+        for total, exponent, number in zip(totals, exponents, num_live, strict=True)
+    ]
 
 
 def largest_scores(
@@ -196,7 +195,10 @@ def grid_sums(
         magnitudes = parts[i].magnitudes(span, scratch)
         if isinstance(magnitudes, Tensor):
             return exact_sums.grid_sum_on_device(magnitudes, exponent, power)
-        return exact_sums.grid_sum(magnitudes, exponent, power, scratch)
+        counts = parts[i].counts
+        if counts is not None:
+            counts = counts[span.start : span.stop]
+        return exact_sums.grid_sum(magnitudes, exponent, power, scratch, counts)
 
     with ranks.local_step(2 * len(parts)) as words:
         pairs = [divmod(total, exact_sums.WORD) for total in per_part(parts, grid_sum)]

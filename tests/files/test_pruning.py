@@ -109,6 +109,19 @@ def test_keys_that_do_not_fit_into_memory(tmp_path, monkeypatch, kind, small_pie
         check(KINDS[kind], source, tmp_path / f"target{which}", WAYS[which])
 
 
+def test_magnitudes_that_are_equal_when_they_are_divided(tmp_path, small_pieces):
+    """Of one tensor the rms is so large that its small scores share few denormal numbers."""
+    values = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    tensors = {"a.weight": (values * 1e-15).bfloat16(), "b.weight": values.bfloat16()}
+    tensors["a.weight"][0, :4] = 2.0**98
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    for which, sparsity in enumerate((0.05, 0.1, 0.25, 0.4, 0.7)):
+        way = {"sparsity": sparsity, "normalize": "rms"}
+        pruning.prune(planning.plan(source, raw_recipe(**way)), tmp_path / f"{which}")
+        masks = expected(tensors, way, list(tensors))
+        file_oracle.check(source, tmp_path / f"{which}", masks, load)
+
+
 def prune_here(source, target, way):
     """On every rank of a group."""
     plan = planning.plan(source, raw_recipe(**way))
@@ -205,12 +218,13 @@ def scaled_weights(dtype):
 @pytest.mark.parametrize(
     ("fields", "of_bf16", "of_fp32"),
     [
-        ({}, 9_600_000, 19_200_000),  # 2 times the weights
-        (RECIPES["rms"], 19_200_000, 38_400_000),  # 4
-        (RECIPES["limits"], 20_400_000, 40_800_000),  # 4.25
-        (RECIPES["erk"], 9_600_000, 19_200_000),  # 2
+        # 2 times the weights; of 16 bits, and a quarter, the tensor whose ties are cut
+        ({}, 10_801_024, 19_200_000),
+        (RECIPES["rms"], 10_801_024, 38_400_000),  # the same; 4
+        (RECIPES["limits"], 18_007_168, 40_800_000),  # 3.75, ties for each bound; 4.25
+        (RECIPES["erk"], 14_404_096, 19_200_000),  # 3, ties in each tensor; 2
         (RECIPES["random"], 4_800_000, 9_600_000),  # once, to write
-        ({"scope": "layer"}, 9_600_000, 19_200_000),  # 2 times, as where all are ranked together
+        ({"scope": "layer"}, 14_404_096, 19_200_000),  # 3; 2
         ({"scope": "row"}, 4_800_000, 9_600_000),
         ({"sparsity": None, "pattern": "2:4"}, 4_800_000, 9_600_000),
     ],

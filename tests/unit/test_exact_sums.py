@@ -71,7 +71,7 @@ def test_scores_are_multiplied_by_a_scale_of_any_exponent(dtype, exponent):
         product = [Fraction(float(score)) * Fraction(scale) for score in scores]
         expected = np.array([float(each) for each in product]).astype(dtype)
         assert np.array_equal(exact_sums.scale_scores(scores, scale, scores.copy()), expected)
-        source = ScaledScores(ScoreSource(torch.from_numpy(scores)), scale)
+        source = ScaledScores(ScoreSource(torch.from_numpy(scores)), divisor)
         found = source.gather(Runs(0, len(scores), 1, torch.arange(len(scores))))
         assert np.array_equal(found.numpy(), expected) and found.dtype == torch_dtype
 
