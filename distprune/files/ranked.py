@@ -375,16 +375,19 @@ class RankedTensors:
 
 def _count(part: Part, source: scores.ScoreSource, span: range, scratch: Scratch) -> sums.Scored:
     """The distinct magnitudes of 16 bits in a span of a tensor, and how often each occurs."""
-    counts = torch.zeros(_MAGNITUDES, dtype=torch.int64)
+    counts: Array = scratch.array("counts", _MAGNITUDES, np.int64)
+    counts.fill(0)
+    one = torch.ones((), dtype=torch.int64)
     for some in spans_of(span, _SPAN):
         bits = source.load(some.start, some.stop, scratch).view(torch.int16).numpy()
-        bits &= _MAGNITUDES - 1
-        # numpy's takes longer, and holds the interpreter's lock.
-        counts += torch.bincount(torch.from_numpy(bits), minlength=_MAGNITUDES)
-    present = counts.numpy().nonzero()[0]
+        places = scratch.array("places", bits.size, np.int32)
+        np.bitwise_and(bits, _MAGNITUDES - 1, out=places)
+        # In place: a bincount for each span would leave memory in pieces.
+        torch.from_numpy(counts).index_add_(0, torch.from_numpy(places), one.expand(bits.size))
+    present = counts.nonzero()[0]
     values = torch.from_numpy(present.astype(np.int16)).view(source.dtype)
     distinct = Part(part.name, len(present), part.index, range(len(present)))
-    return sums.Scored(distinct, scores.ScoreSource(values), counts.numpy()[present])
+    return sums.Scored(distinct, scores.ScoreSource(values), counts[present])
 
 
 def _whole(shape: Sequence[int]) -> IndexMap:
