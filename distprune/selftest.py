@@ -15,13 +15,16 @@ its indices.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
+import json
 import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -418,3 +421,51 @@ def _outcome(check: Callable[[Case], Iterator[str]], case: Case) -> tuple[list[s
 
 def _row(name: str, cells: Iterable[str]) -> str:
     return (f"{name:<12}" + "".join(f"{cell:<16}" for cell in cells)).rstrip()
+
+
+_DESCRIPTION = """\
+Check what distprune guarantees on this machine, with this backend and version of torch.
+
+It checks masks against a reference on every wrapper that the ranks allow, traffic, errors on all
+ranks or none, a training step, and the private fields of torch that distprune uses. It reports what
+holds here, what does not, and what could not be tried.
+
+Start it by `python -m distprune selftest`, or on several ranks by
+`torchrun --nproc-per-node 4 -m distprune selftest`. The exit code is 0 if all that was tried holds,
+1 if something does not or ranks are lost, and 2 for wrong usage."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the self-test on this rank, as the command line does; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="distprune selftest",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--cpu", action="store_true", help="test gloo on the CPU, not accelerators")
+    text = "let several ranks share an accelerator, over gloo"
+    parser.add_argument("--share", action="store_true", help=text)
+    text = "of torch's process groups, in seconds (default 60)"
+    parser.add_argument("--timeout", type=float, default=60.0, help=text)
+    options = parser.parse_args(arguments)
+    try:
+        device, note = join(options.timeout, cpu=options.cpu, share=options.share)
+    except (RuntimeError, ValueError) as error:
+        sys.exit(f"distprune: could not initialise the process group: {error}")
+    is_first = dist.get_rank() == 0
+    warnings.simplefilter("ignore")
+
+    def say(text: str) -> None:
+        if is_first and not options.json:
+            print(text, flush=True)
+
+    report = run(device, note, options.timeout, say)
+    if options.json and is_first:
+        print(json.dumps(report, indent=2), flush=True)
+    if report["ended"]:
+        # The group's other ranks may be gone: nothing may wait for them.
+        sys.stderr.flush()
+        os._exit(1)
+    dist.destroy_process_group()
+    return 0 if report["holds"] else 1

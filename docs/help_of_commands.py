@@ -16,7 +16,7 @@ WIDTH = 78
 COMMANDS = (
     "plan", "prune", "apply", "inspect", "verify", "diff",
     "eval", "calibrate",
-    "recipe ls", "recipe show", "recipe schema", "env", "selftest",
+    "recipe ls", "recipe show", "selftest",
 )  # fmt: skip
 
 

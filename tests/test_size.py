@@ -22,10 +22,10 @@ ROOMS = {
     "budgets.py": (212, 1),
     "call": (812, 5),
     "checkpoint.py": (208, 1),
-    "cli": (1385, 9),
+    "cli": (1231, 8),
     "criteria": (676, 3),
     "dynamic.py": (128, 1),
-    "files": (2426, 13),
+    "files": (2440, 13),
     "integrations": (785, 6),
     "language_models": (1680, 10),
     "layouts.py": (13, 1),
@@ -36,7 +36,7 @@ ROOMS = {
     "recipes": (301, 1),
     "reconstruction.py": (288, 1),
     "schedule.py": (228, 1),
-    "selftest.py": (291, 1),
+    "selftest.py": (334, 1),
     "shards": (797, 5),
     "statistics": (1377, 6),
     "streaming": (1502, 7),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (565, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (20218, 121)
+TOTAL = (20121, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29235, "launch": 831}
+FOLDERS = {"tests": 29197, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

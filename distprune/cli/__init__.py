@@ -24,9 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # for encodings that lack characters
     try:
         if arguments[:1] == ["selftest"]:  # without click and rich, which may be missing
-            from distprune.cli.process import run_selftest
-
-            sys.exit(run_selftest(arguments[1:]))
+            try:
+                from distprune import selftest
+            except ImportError as error:
+                sys.exit(f"FAILED: distprune cannot be imported: {error}")
+            sys.exit(selftest.main(arguments[1:]))
         from distprune.cli.app import app
 
         app(args=list(arguments), prog_name="distprune")

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -152,23 +151,6 @@ def show_counts(terminal: Terminal, tensors: Iterable[TensorReport]) -> None:
     counts = [(t.name, t.num_elements, t.num_pruned) for t in tensors]
     rows = [(name, size, pruned, format_percent(pruned, size)) for name, size, pruned in counts]
     terminal.table(("tensor", *numbers), rows, right=numbers)
-
-
-def discard_unfinished(terminal: Terminal, destination: Path) -> None:
-    """Remove the unfinished results of a destination, and write how large they were."""
-    if not terminal.is_leader:
-        return
-    from distprune.files.disk import discard
-
-    removed = discard(destination)
-    if terminal.as_json:
-        folders = [{"folder": path, "num_bytes": num_bytes} for path, num_bytes in removed]
-        terminal.json({"discarded": folders})
-        return
-    for path, num_bytes in removed:
-        terminal.text(f"Removed {path}, which took {format_size(num_bytes)} of the disk.")
-    if not removed:
-        terminal.text(f"There is no unfinished result of {destination}.")
 
 
 # Magnitudes alone ruined the language model that was measured; docs/criteria.md has the table.

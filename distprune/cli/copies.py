@@ -11,8 +11,9 @@ from pydantic import Field
 
 from distprune.cli import console
 from distprune.cli.options import ListingOptions, RanksOptions, WritingOptions, command
-from distprune.cli.process import DIFFERENT, process_group
 from distprune.files.errors import format_percent, format_size
+
+_DIFFERENT = 3  # the exit code
 
 
 @command("apply", WritingOptions, "MASKS", "SRC", "DST")
@@ -28,14 +29,11 @@ def apply(given: WritingOptions, masks: Path, src: Path, dst: Path) -> None:
     \b
     distprune apply Llama-3.2-1B-50 Llama-3.2-1B-Instruct Instruct-50
     """
-    terminal = given.terminal()
-    if given.discard:
-        console.discard_unfinished(terminal, dst)
-        return
-
     from distprune.files.checkpoint import open_checkpoint
     from distprune.files.pruning import apply as write
+    from distprune.files.team import process_group
 
+    terminal = given.terminal()
     with process_group(given.timeout) as team, console.Meter(terminal) as meter:
         checkpoint = team.run(lambda: open_checkpoint(src))
         console.note_files(terminal, checkpoint)
@@ -73,6 +71,7 @@ def verify(given: VerifyOptions, dst: Path) -> None:
     distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B
     """
     from distprune.files.reports import read_report
+    from distprune.files.team import process_group
     from distprune.files.verifying import verify as check
 
     terminal = given.terminal()
@@ -97,7 +96,7 @@ def verify(given: VerifyOptions, dst: Path) -> None:
     for problem in () if given.as_json else result.problems:
         terminal.text(problem)
     if not result.is_good:
-        sys.exit(DIFFERENT)
+        sys.exit(_DIFFERENT)
 
 
 class DiffOptions(ListingOptions):
@@ -145,4 +144,4 @@ def diff(given: DiffOptions, a: Path, b: Path) -> None:
             terminal.text()
         terminal.text(f"{num_equal} of {len(tensors)} tensors are equal bit for bit.")
     if given.exit_code and not are_equal:
-        sys.exit(DIFFERENT)
+        sys.exit(_DIFFERENT)

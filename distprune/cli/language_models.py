@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from distprune.cli.console import Meter, Terminal, counted, discard_unfinished, time_text
+from distprune.cli.console import Meter, Terminal, counted, time_text
 from distprune.cli.options import Options, RanksOptions, command
-from distprune.cli.process import process_group, translated
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import write_atomically
 from distprune.files.errors import (
@@ -23,6 +22,7 @@ from distprune.files.errors import (
     SelectionError,
     TextError,
     format_size,
+    translated,
 )
 
 if TYPE_CHECKING:  # torch comes with it
@@ -63,13 +63,7 @@ class RunOptions(Options):
         return None if self.dtype is None else getattr(torch, self.dtype)
 
 
-class TextRunOptions(RunOptions):
-    """Those of commands that run text through a model."""
-
-    texts: tuple[Path, ...] = Field((), description="Text in UTF-8. Repeat it for more.")
-
-
-class CalibrationRunOptions(TextRunOptions):
+class CalibrationRunOptions(RunOptions):
     """Those of commands that choose what goes by text, and measure the result."""
 
     texts: tuple[Path, ...] = Field((), description="UTF-8 text whose gradients rank weights.")
@@ -130,6 +124,8 @@ def on_ranks_with_text(
     Raises:
         CheckpointError: for errors of the library in the block.
     """
+    from distprune.files.team import process_group
+
     kind = kind_of_device(given.device)
     backends = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
     group = process_group(timeout, backends.get(kind, "gloo"))
@@ -185,9 +181,10 @@ class LoadOptions(RunOptions, RanksOptions):
         return self.wrap or ("fsdp2" if "RANK" in os.environ else "none")
 
 
-class ModelOptions(TextRunOptions, LoadOptions):
+class ModelOptions(LoadOptions):
     """The options of eval and calibrate."""
 
+    texts: tuple[Path, ...] = Field((), description="Text in UTF-8. Repeat it for more.")
     limit: int | None = Field(None, ge=1, description="Windows of each text, at most (all).")
 
 
@@ -423,7 +420,6 @@ class ShrinkOptions(CalibrationRunOptions, RanksOptions):
     unseen_first: bool = Field(
         False, description="Experts to which no token comes go first, in place of last."
     )
-    discard: bool = Field(False, description="Only remove the unfinished result beside OUT.")
 
 
 @command("shrink", ShrinkOptions, "MODEL", "OUT")
@@ -444,9 +440,6 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
     distprune shrink Qwen3-30B-A3B OUT --experts 0.25
     """
     terminal = given.terminal()
-    if given.discard:
-        discard_unfinished(terminal, out)
-        return
     ranks = on_ranks_with_text(given, model, given.timeout, terminal)
     with ranks as (kind, tokenizer, read, meter), translated(SelectionError):
         from distprune import streaming

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from distprune.cli.console import Terminal
 from distprune.files.errors import SelectionError
-from distprune.recipes import Recipe, make_recipe, problems_of, read_keys, shipped_recipes
+from distprune.recipes import Recipe, make_recipe, problems_of, read_keys
 
 # Options that are not named after their fields, which are the plural, or would hide a function.
 _NAMES = {
@@ -58,29 +58,22 @@ class RanksOptions(Options):
 
 
 class WritingOptions(ListingOptions, RanksOptions):
-    """How a result is written, and what becomes of results at its place."""
+    """How a result is written."""
 
-    discard: bool = Field(False, description="Only remove the unfinished result beside DST.")
     force: bool = Field(False, description="Replace a finished result at DST.")
-
-
-class RecipeOptions(ListingOptions):
-    """Those of commands that have the keys of a recipe as options, too."""
-
-    recipe: str | None = Field(None, description="YAML file, or the name of a shipped recipe.")
 
 
 class Command(click.Command):
     """A command whose function gets its options as one model, ``given``.
 
     Args:
-        model: of the options. With :class:`RecipeOptions`, the function also gets ``keys``: those
-            of the recipe that options give.
+        model: of the options. If it has ``recipe``, the keys of a recipe are options, too, and the
+            function also gets ``keys``: those that options give.
     """
 
     def __init__(self, *args: Any, model: type[Options], **more: Any) -> None:
         super().__init__(*args, **more)
-        self._model, self._has_recipe = model, issubclass(model, RecipeOptions)
+        self._model, self._has_recipe = model, "recipe" in model.model_fields
         fields = (Recipe.model_fields if self._has_recipe else {}) | model.model_fields
         others = sorted(fields.keys() - {*_ESSENTIAL, *_NO_OPTIONS}, key=[*fields].index)
         others.sort(key=WritingOptions.model_fields.__contains__)
@@ -134,11 +127,6 @@ def command(
     return click.command(name, cls=Command, model=model, params=arguments)
 
 
-def complete(context: click.Context, option: click.Parameter, text: str) -> list[str]:
-    """Names of shipped recipes, for completion; the shell completes names of files by itself."""
-    return [name for name in shipped_recipes() if name.startswith(text)]
-
-
 def _option(name: str, field: FieldInfo) -> click.Option:
     kind = _kind(field.annotation)
     is_repeated = get_origin(kind) in (tuple, dict)
@@ -155,7 +143,6 @@ def _option(name: str, field: FieldInfo) -> click.Option:
         multiple=is_repeated,
         required=field.is_required(),
         help=field.description,
-        shell_complete=complete if name == "recipe" else None,
     )
 
 

@@ -14,16 +14,15 @@ from distprune.base import without_garbage_collection
 from distprune.cli import console
 from distprune.cli.language_models import CalibrationRunOptions, kind_of_device, on_ranks_with_text
 from distprune.cli.options import (
-    RecipeOptions,
+    ListingOptions,
     WritingOptions,
     command,
     make_recipe_from,
     option_name,
 )
-from distprune.cli.process import FAILURE, process_group, translated
 from distprune.files.checkpoint import open_checkpoint
-from distprune.files.disk import folder_bytes, free_bytes, partial_folders
-from distprune.files.errors import OutputError, SelectionError, format_size
+from distprune.files.disk import folder_bytes, free_bytes
+from distprune.files.errors import OutputError, SelectionError, format_size, translated
 from distprune.files.selecting import pattern_of
 from distprune.recipes import Recipe, read_keys
 
@@ -37,9 +36,10 @@ if TYPE_CHECKING:
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-class TextOptions(CalibrationRunOptions, RecipeOptions):
+class TextOptions(CalibrationRunOptions, ListingOptions):
     """A recipe, and the options of pruning by text."""
 
+    recipe: str | None = Field(None, description="YAML file, or the name of a shipped recipe.")
     polish: int | None = Field(
         None, ge=0, description="Steps of training at the end (40, if they fit in memory)."
     )
@@ -65,7 +65,7 @@ class TextOptions(CalibrationRunOptions, RecipeOptions):
         has_score = not {"score", "scores", "groups", "schedule"}.isdisjoint(known)
         is_asked = bool(self.texts) or self.own_text is True
         if not is_asked and (has_score or self.own_text is False or not _is_language_model(src)):
-            others = {*RecipeOptions.model_fields, *WritingOptions.model_fields, "own_text"}
+            others = {*WritingOptions.model_fields, "recipe", "own_text"}
             if useless := sorted(self.model_fields_set - others):
                 names = ", ".join(map(option_name, useless))
                 raise SelectionError(
@@ -159,14 +159,12 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
     torchrun --nproc-per-node 8 -m distprune prune SRC DST -r semi_structured_2_4
     """
     terminal = given.terminal()
-    if given.discard:
-        console.discard_unfinished(terminal, dst)
-        return
     choice = given.choose(src, keys)
     if choice.length:
         report = _prune_by_text(terminal, given, choice, src, dst)
     else:
         from distprune.files import planning, pruning
+        from distprune.files.team import process_group
 
         with process_group(given.timeout) as team, console.Meter(terminal) as meter:
             plan = team.run(lambda: planning.plan(src, choice.recipe))
@@ -327,7 +325,7 @@ def plan(given: TextOptions, keys: dict[str, Any], src: Path, dst: Path | None) 
                 f"needed and {sizes['free_bytes']} are free at {dst}."
             )
     if not fits:
-        sys.exit(FAILURE)
+        sys.exit(1)
 
 
 def _as_values(plan: Plan) -> dict[str, Any]:
@@ -401,7 +399,8 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict
         path = destination.absolute()
         if not path.parent.is_dir():
             raise OutputError(f"{path.parent} is not a folder; create it first.")
-        num_written = sum(map(folder_bytes, partial_folders(path)))
+        unfinished = [p for p in path.parent.iterdir() if p.name.startswith(f"{path.name}.partial")]
+        num_written = sum(map(folder_bytes, unfinished))
         cost["missing_bytes"] = max(writes + other_bytes - num_written, 0)
         cost["free_bytes"] = free_bytes(path.parent)
     return cost

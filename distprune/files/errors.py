@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 
 class FilesError(Exception):
@@ -51,6 +53,30 @@ def explained(error: BaseException) -> FilesError | None:
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch says so
         return OutputError(f"there is too little memory: {error}.")
     return None
+
+
+@contextlib.contextmanager
+def translated(kind: type[FilesError], option: str = "") -> Iterator[None]:
+    """Give errors of the library, which are Python's, the exit codes of the command line.
+
+    Args:
+        kind: of the errors.
+        option: that they are about, and a colon.
+    """
+    try:
+        yield
+    except FilesError:
+        raise
+    except (ValueError, NotImplementedError) as error:
+        raise kind(f"{option}{error}") from error
+    except ImportError as error:
+        raise SelectionError(str(error)) from error
+    except RuntimeError as error:
+        if "RANK" in os.environ and explained(error) is None:
+            raise RanksError(
+                f"a rank failed, was lost, or did not answer in time ({error})."
+            ) from error
+        raise
 
 
 def printable(text: str) -> str:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from distprune.files import errors
 from distprune.files.errors import RanksError, explained
-from distprune.ranks.collectives import Communicator, Op
+from distprune.ranks.collectives import Communicator, Op, world
 
 T = TypeVar("T")
 
@@ -139,3 +143,16 @@ class Team(Communicator):
                 f"a rank was lost, or did not answer in time ({error}). Run the same command "
                 "again: it resumes where this one stopped."
             ) from error
+
+
+@contextlib.contextmanager
+def process_group(timeout: float, backend: str = "gloo") -> Iterator[Team]:
+    """Join the other ranks of torchrun, if there are any. Yields all of them."""
+    try:
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except (ValueError, RuntimeError) as error:
+        raise RanksError(f"could not initialise the process group: {error}") from error
+    yield Team(world())
+    if "RANK" in os.environ:  # after an error the process ends
+        dist.destroy_process_group()

@@ -174,7 +174,7 @@ def test_of_errors(run, tmp_path, source):
         ["plan", source, "-s", "0.5", "-r", evil],
         ["plan", source, "-s", "0.5", "--include", evil],
         ["inspect", source, "--pattern", evil],
-        ["env", evil],
+        ["recipe", "show", evil],
     ):
         done = run(*command)
         assert done.code in (1, 2), done.err

@@ -150,7 +150,7 @@ def test_a_source_that_is_sparse_already(tmp_path, way):
     assert zeros == {f"layers.{i}.weight": 100 * (i in (1, 2)) for i in range(4)}
 
 
-# ``--force`` replaces finished results only; ``--discard``; a run that goes on after a signal.
+# ``--force`` replaces finished results only; a run that goes on after a signal.
 
 
 RUN_OF_FORCE = ("distprune/report.json",)
@@ -222,9 +222,6 @@ def test_a_run_killed_between_the_renames_loses_neither(run, source_of_force, ou
     assert not out.exists()
     assert run(*command).code == DESTINATION  # it puts the old result back
     assert tree_digest(out, RUN_OF_FORCE) == old
-    os.rename(out, disk._replaced(out))
-    assert run(*command, "--discard").code == 0
-    assert tree_digest(out, RUN_OF_FORCE) == old
     assert run(*command, "--force").code == 0
     shutil.copytree(out, disk._replaced(out))  # killed before the old one was removed
     assert run(*command).code == 0 and not disk._replaced(out).exists()
@@ -291,16 +288,3 @@ def test_the_same_command_goes_on_after_a_signal(run, command, tmp_path):
         assert interrupted(tmp_path, command, name) == code
     done = run(*command)
     assert done.code == 0 and "Resuming: " in done.err
-
-
-def test_discard_gives_up(run, command, tmp_path):
-    before = {path.name for path in tmp_path.iterdir()}
-    interrupted(tmp_path, command)
-    done = run(*command, "--discard")
-    assert done.code == 0 and "Removed " in done.out and "of the disk" in done.out
-    assert {path.name for path in tmp_path.iterdir()} == before
-    done = run(*command, "--discard")
-    assert done.code == 0 and "There is no unfinished result" in done.out
-    interrupted(tmp_path, command)
-    found = run(*command, "--discard", "--json").json["discarded"]
-    assert len(found) == 1 and found[0]["num_bytes"] > 5000

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distprune.files import disk, planning, pruning, team
 from distprune.files.checkpoint import open_checkpoint
-from distprune.files.disk import discard, locked
+from distprune.files.disk import locked
 from distprune.files.errors import CheckpointError, FilesError, NaNError, OutputError, RanksError
 from distprune.testing import RankError, run_ranks
 from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
@@ -196,24 +196,6 @@ def test_another_recipe_or_source_does_not_take_up_what_is_unfinished(source, tm
     assert tree_digest(tmp_path / "target.partial") == before
 
 
-def test_discard_removes_what_is_left_and_nothing_else(source, tmp_path):
-    target = tmp_path / "target"
-    stopped(source, target)
-    for name in ("target.partial-mine", "target.partial.bak", "targets"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "target.partial-text").mkdir()
-    with locked(target), pytest.raises(OutputError, match="at work"):
-        discard(target)
-    removed = dict(discard(target))
-    assert removed.keys() == {f"{target}.partial", f"{target}.partial-text"}
-    assert removed[f"{target}.partial"] > 2000
-    assert beside(target) == {"target.partial-mine", "target.partial.bak", "targets"}
-    assert discard(target) == []
-    prune(source, target)
-    before = tree_digest(target)
-    assert discard(target) == [] and tree_digest(target) == before
-
-
 def test_destinations_that_are_refused(source, tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
@@ -286,7 +268,7 @@ def test_a_source_that_changes_is_an_error(source, tmp_path):
             pruning.prune(plan, tmp_path / "target")
         assert not (tmp_path / "target").exists()
         path.write_bytes(whole)
-        discard(tmp_path / "target")
+        shutil.rmtree(tmp_path / "target.partial", ignore_errors=True)
     prune(source, tmp_path / "masks")
     masks = tmp_path / "masks/distprune/masks.safetensors"
     with (
