@@ -37,7 +37,6 @@ from distprune.methods.ranking import rank
 from distprune.ranking.ranking import limits_for
 from distprune.ranks.collectives import world
 from distprune.shards.reader import Scores
-from distprune.verification import VerificationReport, verify_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -77,8 +76,6 @@ class ScheduledPruner:
             arguments that returns one. It is called on every rank before each pruning, so that it
             may communicate.
         group: the ranks that take part; every rank by default.
-        verify_every: number of steps after which to check, whether or not anything was due, that
-            the masks act, and are those that the last pruning left: see ``verify``. None: never.
         budget: a function of the parameters and the sparsity of a step that returns the sparsity of
             each parameter: ``budgets.uniform``, ``budgets.erk``, or
             ``functools.partial(budgets.owl, ratios=ratios)``. Bounds are its keywords.
@@ -119,16 +116,11 @@ class ScheduledPruner:
         pruning_method: type[BasePruningMethod] = L1Unstructured,
         importance_scores: Scores | Callable[[], Scores] | None = None,
         group: ProcessGroup | None = None,
-        verify_every: int | None = None,
         budget: Callable[[Sequence[Pair], float], Sparsities] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise TypeError(f"schedule is {schedule!r}; expected one of distprune.schedule.")
-        if verify_every is not None and (type(verify_every) is not int or verify_every < 1):
-            raise ValueError(
-                f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
-            )
         self.parameters: list[Pair] = list(parameters)
         self.pruned_parameters: list[Pair] = []
         self.num_steps = 0
@@ -138,7 +130,6 @@ class ScheduledPruner:
         self._importance_scores = importance_scores
         self._process_group = group
         self._budget = budget
-        self._verify_every = verify_every
         self._bounds = {name: options.pop(name, None) for name in (FLOOR, CEILING)}
         self._options = options
         self._is_pipeline = options.get("pipeline_parallel", False)
@@ -208,8 +199,6 @@ class ScheduledPruner:
                 targets; a function of the step that returns no sparsity.
             Exception: as ``global_unstructured``, on every rank. The step does not count then,
                 and nothing has changed.
-            VerificationError: see ``verify_every``; on every rank. The step counts, and its
-                pruning is done.
 
         Cost: nothing at a step that is not due, so the ranks are only compared where all
         of them prune. If one rank is at another step, where nothing is due, the others wait
@@ -219,28 +208,9 @@ class ScheduledPruner:
         """
         report = self._prune() if self._schedule.is_due(self.num_steps) else None
         self.num_steps += 1
-        if self._verify_every is not None and self.num_steps % self._verify_every == 0:
-            self.verify()
         if report is not None:
             warn_of_collapse(report)
         return report
-
-    def verify(self) -> VerificationReport:
-        """Check the masks of the parameters now; see :func:`distprune.verify`. Collective.
-
-        Once this object has pruned them, every parameter has to be pruned. Problems that only the
-        whole model shows, such as a replaced module, are left to ``verify(model)``.
-
-        Returns:
-            A report, the same on every rank.
-
-        Raises:
-            VerificationError: something is wrong; on every rank.
-        """
-        ranks = world(self._process_group)
-        return verify_parameters(
-            self.parameters, ranks, self.pruned_parameters, pipeline_parallel=self._is_pipeline
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in plain Python values; the same on every rank.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distprune.base import memory, naming, without_garbage_collection
-from distprune.base.amount import share, table
-from distprune.base.naming import Pair, checked_pair, full_name, label_of, tied_places
+from distprune.base.amount import share
+from distprune.base.naming import checked_pair, full_name, label_of, tied_places
 from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
-from distprune.call.report import CallReport, PruningReport
+from distprune.call.report import CallReport, PruningReport, column_of_counts, table_of
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import PruningHook, holder_of, holds_zeros, hooks_on
 from distprune.ranks.collectives import Communicator, world
@@ -91,26 +91,18 @@ class VerificationReport(CallReport):
         )
 
     def __str__(self) -> str:
-        rows = [
-            (
-                entry.name,
-                f"{entry.num_elements:,}",
-                f"{entry.num_pruned:,}",
-                f"{entry.sparsity:.2%}",
-                f"{len(entry.problems)} wrong" if entry.problems else "ok",
-            )
-            for entry in self.parameters
+        entries = self.parameters
+        columns = [
+            ("parameter", [entry.name for entry in entries], "total"),
+            column_of_counts("elements", [entry.num_elements for entry in entries]),
+            column_of_counts("pruned", [entry.num_pruned for entry in entries]),
+            ("sparsity", [f"{entry.sparsity:.2%}" for entry in entries], f"{self.sparsity:.2%}"),
+            ("", [f"{len(e.problems)} wrong" if e.problems else "ok" for e in entries], ""),
         ]
-        totals = f"{self.num_elements:,}", f"{self.num_pruned:,}", f"{self.sparsity:.2%}"
-        heading = "parameter", "elements", "pruned", "sparsity", ""
         verdict = "nothing is wrong" if self.ok else _number_of_problems(self)
-        return "\n".join(
-            [
-                *table(heading, rows, ("total", *totals, ""), left_columns=(0, 4)),
-                "; ".join([verdict, *self._cost()]),
-                *(f"- {text}" for text in self.all_problems),
-            ]
-        )
+        last = "; ".join([verdict, *self._cost()])
+        problems = [f"- {text}" for text in self.all_problems]
+        return "\n".join([*table_of(columns, left_columns=(0, 4)), last, *problems])
 
 
 def _number_of_problems(report: VerificationReport) -> str:
@@ -200,7 +192,9 @@ def verify(
     memory. About 200 bytes of communication per parameter in 4 all-reduces.
     """
 
-    def find() -> tuple[list[tuple[str, nn.Module]], list[Place]]:
+    communicator, started = world(group), time.perf_counter()
+
+    def inspect_places() -> tuple[dict[str, Inspected], _Reported]:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
         if may_be_managed():
@@ -211,50 +205,6 @@ def verify(
             for path, module in modules
             for name in traces(module)
         ]
-        return modules, places
-
-    return _verified(find, expected, world(group), pipeline_parallel, raise_errors)
-
-
-def verify_parameters(
-    parameters: Sequence[Pair],
-    communicator: Communicator,
-    pruned: Sequence[Pair],
-    *,
-    pipeline_parallel: bool = False,
-) -> VerificationReport:
-    """:func:`verify` for single parameters, of which ``pruned`` have to be pruned."""
-
-    def find() -> tuple[list[tuple[str, nn.Module]], list[Place]]:
-        places: dict[tuple[int, str], Place] = {}
-        for position, pair in enumerate(parameters):
-            for module, name in tied_places(pair):
-                if name in traces(module):
-                    place = Place(label_of(pair, position), module, name)
-                    places.setdefault((id(module), name), place)
-        return [], list(places.values())
-
-    return _verified(find, pruned, communicator, pipeline_parallel)
-
-
-def _verified(
-    find: Callable[[], tuple[Sequence[tuple[str, nn.Module]], Sequence[Place]]],
-    expected: Expected | None,
-    communicator: Communicator,
-    pipeline_parallel: bool,
-    raise_errors: bool = True,
-) -> VerificationReport:
-    """Put together what the ranks find.
-
-    Args:
-        find: the modules that may use a parameter without its mask, and the places to check.
-        expected, pipeline_parallel, raise_errors: as for :func:`verify`.
-        communicator: the ranks that take part.
-    """
-    started = time.perf_counter()
-
-    def inspect_places() -> tuple[dict[str, Inspected], _Reported]:
-        modules, places = find()
         missing, reported = _required(() if expected is None else expected, places)
         entries = inspect(places, communicator)
         find_dense_places(modules, places, entries)

@@ -65,7 +65,8 @@ class PruningTrainer(Trainer):
         super().train_step(data_iterator)
         self.pruner.step()  # (prune)
         if self.step == self.config.training.steps:
-            self.pruner.verify()  # (prune) raises on all ranks if a mask does not act
+            for part in self.model_parts:  # (prune) raises on all ranks if a mask does not act
+                prune.verify(part, pipeline_parallel=self.parallel_dims.pp_enabled)  # (prune)
             self.pruner.remove()  # (prune)
             self.rename_in_checkpoints()
 

@@ -35,18 +35,18 @@ ROOMS = {
     "ranks": (323, 2),
     "recipes": (301, 1),
     "reconstruction.py": (288, 1),
-    "schedule.py": (228, 1),
+    "schedule.py": (214, 1),
     "selftest.py": (334, 1),
     "shards": (797, 5),
     "statistics": (1377, 6),
     "streaming": (1502, 7),
     "testing.py": (231, 1),
-    "verification.py": (565, 1),
+    "verification.py": (530, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (20121, 120)
+TOTAL = (20072, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29197, "launch": 831}
+FOLDERS = {"tests": 29167, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -177,12 +177,12 @@ class PruningReport(CallReport):
         entries = self.parameters
         columns = [
             ("parameter", [entry.name for entry in entries], "total"),
-            _counts("elements", [entry.num_elements for entry in entries]),
-            _counts("before", [entry.num_pruned_before for entry in entries]),
-            _counts("now", [entry.num_pruned_now for entry in entries]),
+            column_of_counts("elements", [entry.num_elements for entry in entries]),
+            column_of_counts("before", [entry.num_pruned_before for entry in entries]),
+            column_of_counts("now", [entry.num_pruned_now for entry in entries]),
         ]
         if self.num_grown:
-            columns.append(_counts("grown", [entry.num_grown for entry in entries]))
+            columns.append(column_of_counts("grown", [entry.num_grown for entry in entries]))
         for heading, cells in (
             ("wanted", [_wanted(entry) for entry in entries]),
             ("sparsity", [f"{entry.sparsity:.2%}" for entry in entries]),
@@ -191,7 +191,7 @@ class PruningReport(CallReport):
             if any(cells):
                 total = f"{self.sparsity:.2%}" if heading == "sparsity" else ""
                 columns.append((heading, cells, total))
-        return _table(columns)
+        return table_of(columns)
 
 
 @dataclass(frozen=True)
@@ -260,13 +260,13 @@ class StructuredReport(PruningReport):
     def _table(self) -> list[str]:
         groups = self.groups
         removable = [group.num_pruned * group.channel_size for group in groups]
-        return _table([
+        return table_of([
             ("group", [group.name for group in groups], "total"),
-            _counts("channels", [group.num_channels for group in groups]),
-            _counts("before", [group.num_pruned_before for group in groups]),
-            _counts("now", [group.num_pruned_now for group in groups]),
+            column_of_counts("channels", [group.num_channels for group in groups]),
+            column_of_counts("before", [group.num_pruned_before for group in groups]),
+            column_of_counts("now", [group.num_pruned_now for group in groups]),
             ("sparsity", [f"{group.sparsity:.2%}" for group in groups], f"{self.sparsity:.2%}"),
-            _counts("removable elements", removable),
+            column_of_counts("removable elements", removable),
         ])  # fmt: skip
 
 
@@ -289,13 +289,15 @@ def _wanted(entry: ParameterReport) -> str:
     return f"{low or 0:.2%} to {1 if high is None else high:.2%}"
 
 
-def _counts(heading: str, numbers: Sequence[int]) -> Column:
+def column_of_counts(heading: str, numbers: Sequence[int]) -> Column:
+    """A column of numbers, and their sum."""
     return heading, [f"{number:,}" for number in numbers], f"{sum(numbers):,}"
 
 
-def _table(columns: Sequence[Column]) -> list[str]:
+def table_of(columns: Sequence[Column], **options: Any) -> list[str]:
+    """The lines of a table; options are those of :func:`~distprune.base.amount.table`."""
     headings, cells, totals = zip(*columns, strict=True)
-    return table(headings, list(zip(*cells, strict=True)), totals)
+    return table(headings, list(zip(*cells, strict=True)), totals, **options)
 
 
 def find_collapsed(

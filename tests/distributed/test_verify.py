@@ -108,42 +108,6 @@ def test_what_is_expected_and_missing_is_told():
         prune.verify([model])
 
 
-def follow(wrapping: str) -> list[str]:
-    model = make(wrapping)
-    pruner = prune.schedule.ScheduledPruner(
-        prune.select(model, "l1"), prune.schedule.OneShot(1, 0.5), verify_every=2
-    )
-    wrong = []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step in range(8):
-        model(torch.ones(2, 6)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 6:
-            module, _ = prune.select(model, "l1")[0]
-            mask = wrappings.local(module.weight_mask)
-            mask.copy_(1 - mask.int())
-        try:
-            pruner.step()
-        except prune.VerificationError as error:
-            wrong.append(f"{step}: {'l1.weight' in str(error)}")
-    return wrong if wrong != ["7: True"] or pruner.num_steps != 8 else []
-
-
-@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2"])
-def test_a_schedule_verifies_every_few_steps(wrapping):
-    assert_nothing_wrong_on(wrapping, follow)
-
-
-def test_verify_every_is_a_number_of_steps():
-    model = make("plain-1")
-    for wrong in (0, -1, True, 1.5):
-        with pytest.raises(ValueError, match="verify_every="):
-            prune.schedule.ScheduledPruner(
-                prune.select(model), prune.schedule.OneShot(1, 0.5), verify_every=wrong
-            )
-
-
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "moved", "submodule", "outer"])
 def test_copies_and_parts_of_a_plain_model_are_fine(how):
     model = nn.Sequential(make("plain-1"), nn.Linear(3, 3))

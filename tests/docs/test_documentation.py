@@ -111,10 +111,10 @@ OPTION = """
 from torch import nn
 from distprune.recipes import Recipe
 from distprune.schedule import ScheduledPruner
-recipe = Recipe(sparsity=0.5, verify_every=3)
-assert recipe.as_values()["verify_every"] == 3
-assert ScheduledPruner.from_recipe(nn.Linear(4, 4), recipe)._verify_every == 3
-assert "verify_every" not in Recipe(sparsity=0.5).as_values()
+recipe = Recipe(sparsity=0.5, prefix="stage")
+assert recipe.as_values()["prefix"] == "stage"
+(pair,) = ScheduledPruner.from_recipe(nn.Linear(4, 4), recipe).parameters
+assert pair.fqn == "stage.weight"
 """
 SCORE = """
 import torch

@@ -19,7 +19,7 @@ def train(trainer, folder):
 
     def verified():
         report = step()
-        wrong.extend(trainer.pruner.verify().all_problems)
+        wrong.extend(prune.verify(trainer.model_parts[0]).all_problems)
         return report
 
     trainer.pruner.step = verified

@@ -30,7 +30,7 @@ ROOMS = {
     "verification": {"base", "ranks", "wrappers", "shards", "masks", "call"},
     "schedule": {
         "base", "ranks", "budgets", "shards", "ranking", "masks", "call", "methods", "api",
-        "recipes", "verification",
+        "recipes",
     },
     "criteria": {"base", "ranks", "wrappers", "shards", "call", "methods", "files"},
     "statistics": {
