@@ -311,17 +311,18 @@ def layers() -> Picture:
     best = min(at_60, key=lambda cell: cell["all"]["perplexity"])
     # The results have shares; a million elements each make counts of them.
     sparsity = best["sparsity_of_parameters"]
-    grid = make_grid((name, 10**6, round(10**6 * share)) for name, share in sparsity.items())
+    counts = [(name, 10**6, round(10**6 * share)) for name, share in sparsity.items()]
+    names, kinds, rows = make_grid(counts)
     low, high = min(sparsity.values()), max(sparsity.values())
     picture = Picture(
-        820, 90 + 20 * len(grid.layers), "Where the zeros are: 60 % of Gemma-3-270M, in %",
+        820, 90 + 20 * len(names), "Where the zeros are: 60 % of Gemma-3-270M, in %",
         "All matrices are ranked together, so each gets the sparsity that costs least: from "
         f"{100 * low:.1f} % to {100 * high:.1f} %. A row per layer, a column per kind of matrix.",
     )  # fmt: skip
-    width = 700 / len(grid.kinds)
-    for column, kind in enumerate(grid.kinds):
+    width = 700 / len(kinds)
+    for column, kind in enumerate(kinds):
         picture.text(100 + width * (column + 0.5), 52, kind, anchor="middle", size=13)
-    for number, (layer, shares) in enumerate(zip(grid.layers, grid.shares, strict=True)):
+    for number, (layer, shares) in enumerate(zip(names, rows, strict=True)):
         y = 62 + 20 * number
         picture.text(90, y + 15, f"layer {layer}", anchor="end", size=13)
         for column, share in enumerate(shares):

@@ -78,8 +78,7 @@ class Meter:
     """Shows the progress of all ranks: a bar on a terminal, else a line every ten seconds."""
 
     def __init__(self, terminal: Terminal) -> None:
-        self._terminal, self._num_read = terminal, 0
-        self._written_at = time.monotonic()
+        self._terminal, self._written_at = terminal, time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -97,11 +96,6 @@ class Meter:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-
-    def read(self, total_bytes: int, num_bytes: int) -> None:
-        """Show that some more of all bytes were read."""
-        self._num_read += num_bytes
-        self.show(("read", self._num_read, total_bytes, "bytes"))
 
     def show(self, state: tuple[str, int, int, str]) -> None:
         """Show how far a run has come, as ``files.team.Progress`` says it."""

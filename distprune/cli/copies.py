@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from pydantic import Field
@@ -121,8 +120,7 @@ def diff(given: DiffOptions, a: Path, b: Path) -> None:
     first, second = open_checkpoint(a), open_checkpoint(b)
     terminal = given.terminal()
     with console.Meter(terminal) as meter:
-        read = partial(meter.read, first.num_bytes + second.num_bytes)
-        tensors = list(compare(first, second, read))
+        tensors = list(compare(first, second, progress=meter.show))
     num_equal = sum(tensor.is_equal for tensor in tensors)
     are_equal = num_equal == len(tensors)
     if given.as_json:

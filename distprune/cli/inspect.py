@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -67,8 +66,7 @@ def inspect(given: InspectOptions, src: Path) -> None:
         dims = {**part.input_dims, **dims}
     terminal = given.terminal()
     with console.Meter(terminal) as meter:
-        read = partial(meter.read, checkpoint.num_bytes)
-        facts = list(inspect_tensors(checkpoint, tuple(patterns), read, dims))
+        facts = list(inspect_tensors(checkpoint, tuple(patterns), dims, progress=meter.show))
     if given.plot is not None:
         # Matrices of floats; vectors would be columns without zeros.
         counts = [
@@ -142,24 +140,16 @@ def _tensor_values(facts: TensorFacts, patterns: Patterns) -> dict[str, Any]:
     }
 
 
-class Grid(NamedTuple):
-    """The sparsity of a checkpoint.
-
-    Attributes:
-        layers: the names of the rows; the last one may be of tensors that are in no layer.
-        kinds: the names of the columns.
-        shares: for each row, the sparsity in each column; NaN where the layer has no such weight.
-    """
-
-    layers: list[str]
-    kinds: list[str]
-    shares: list[list[float]]
-
-
-def make_grid(tensors: Iterable[tuple[str, int, int]]) -> Grid:
+def make_grid(
+    tensors: Iterable[tuple[str, int, int]],
+) -> tuple[list[str], list[str], list[list[float]]]:
     """Add up (name, elements, zeros) of tensors; all experts of a layer are one kind.
 
     Only the kinds with most elements have a column.
+
+    Returns:
+        The names of layers, the last of which may be of tensors that are in none; the names of
+        kinds; and for each layer the sparsity of each kind, NaN where it has no such weight.
     """
     sums: dict[tuple[str, str], dict[str, list[int]]] = {}
     sizes: dict[str, int] = {}
@@ -179,7 +169,7 @@ def make_grid(tensors: Iterable[tuple[str, int, int]]) -> Grid:
         labels.append(f"{stacks[stack]}.{layer}" if has_stack else layer or "no layer")
         cells = [sums[stack, layer].get(kind, (0, 0)) for kind in kinds]
         shares.append([zero / total if total else float("nan") for total, zero in cells])
-    return Grid(labels, [names[kind] for kind in kinds], shares)
+    return labels, [names[kind] for kind in kinds], shares
 
 
 def check_picture(path: Path) -> None:
@@ -199,18 +189,18 @@ def draw_picture(path: Path, title: str, tensors: list[tuple[str, int, int]]) ->
     import numpy as np
     from matplotlib.figure import Figure
 
-    grid = make_grid(tensors)
-    num_rows, num_columns = max(len(grid.layers), 1), max(len(grid.kinds), 1)
+    layers, kinds, shares = make_grid(tensors)
+    num_rows, num_columns = max(len(layers), 1), max(len(kinds), 1)
     size = (3 + 0.45 * num_columns, min(4 + 0.2 * num_rows, 22.0))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    percents = 100 * np.array(grid.shares or [[float("nan")]])
+    percents = 100 * np.array(shares or [[float("nan")]])
     image = axes.imshow(percents, vmin=0, vmax=100, aspect="auto")
     figure.colorbar(image, ax=axes, label="% of the elements are zero")
-    kinds = list(map(_plain, grid.kinds))
-    axes.set_xticks(range(len(kinds)), kinds, rotation=60, ha="right", rotation_mode="anchor")
+    names = list(map(_plain, kinds))
+    axes.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor")
     step = -(-num_rows // _MAX_LABELS)
-    axes.set_yticks(range(0, len(grid.layers), step), list(map(_plain, grid.layers[::step])))
+    axes.set_yticks(range(0, len(layers), step), list(map(_plain, layers[::step])))
     axes.tick_params(labelsize=8)
     axes.set_title(_plain(title), fontsize=11)
     num_elements, num_zero = sum(size for _, size, _ in tensors), sum(z for _, _, z in tensors)

@@ -181,16 +181,12 @@ class LoadOptions(RunOptions, RanksOptions):
         return self.wrap or ("fsdp2" if "RANK" in os.environ else "none")
 
 
-class ModelOptions(LoadOptions):
-    """The options of eval and calibrate."""
-
-    texts: tuple[Path, ...] = Field((), description="Text in UTF-8. Repeat it for more.")
-    limit: int | None = Field(None, ge=1, description="Windows of each text, at most (all).")
-
-
 def _load(given: LoadOptions, folder: Path, kind: str) -> nn.Module:
     """The model. Collective."""
     from distprune import language_models
+
+    if given.wrap == "stream":
+        raise SelectionError("--wrap stream is for eval of --text only; expected another.")
 
     with translated(SelectionError):
         return language_models.load_sharded(
@@ -216,9 +212,11 @@ def _facts(given: LoadOptions, model: nn.Module | None, kind: str, began: float)
     }
 
 
-class EvaluationOptions(ModelOptions):
-    """The options of eval."""
+class EvaluationOptions(LoadOptions):
+    """The options of eval; calibrate has some of them."""
 
+    texts: tuple[Path, ...] = Field((), description="Text in UTF-8. Repeat it for more.")
+    limit: int | None = Field(None, ge=1, description="Windows of each text, at most (all).")
     generate: tuple[str, ...] = Field(
         (), description="Print how the model goes on with this text. Repeat it for more."
     )
@@ -240,8 +238,6 @@ def evaluate(given: EvaluationOptions, model: Path) -> None:
     """
     if not (given.texts or given.generate):
         raise SelectionError("nothing to evaluate; expected --text FILE, or --generate TEXT.")
-    if given.generate and given.wrap == "stream":
-        raise SelectionError("--generate needs the whole model; expected another --wrap.")
     terminal = given.terminal()
     ranks = on_ranks_with_text(given, model, given.timeout, terminal)
     with ranks as (kind, tokenizer, read, meter):
@@ -251,7 +247,8 @@ def evaluate(given: EvaluationOptions, model: Path) -> None:
         windows, report, generated = None, None, []
         if given.texts:
             windows = read(given.texts, given.limit)
-        loaded = None if given.wrap == "stream" else _load(given, model, kind)
+        is_streamed = given.wrap == "stream" and not given.generate
+        loaded = None if is_streamed else _load(given, model, kind)
         began = time.monotonic()
         common: Any = {"batch_size": given.batch_size, "progress": meter.show}
         if windows is not None and loaded is not None:
@@ -280,9 +277,11 @@ def evaluate(given: EvaluationOptions, model: Path) -> None:
         terminal.text(each["text"] + each["continuation"])
 
 
-class CalibrationOptions(ModelOptions):
+class CalibrationOptions(LoadOptions):
     """The options of calibrate."""
 
+    texts: tuple[Path, ...] = Field((), description="Text in UTF-8. Repeat it for more.")
+    limit: int | None = Field(None, ge=1, description="Windows of each text, at most (all).")
     out: Path = Field(description="File for the statistics; replaced at the end if it exists.")
     samples: int | None = Field(None, ge=1, description="Windows that are drawn at random (all).")
     seed: int = Field(0, description="Random seed for --samples (0).")
@@ -317,8 +316,8 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
     distprune calibrate MODEL --text train.txt --samples 64 --out s.safetensors
     distprune calibrate MODEL --text a.txt --out g.safetensors --gradients
     """
-    if not given.texts or given.wrap == "stream":
-        raise SelectionError("expected --text FILE, and --wrap stream for eval only.")
+    if not given.texts:
+        raise SelectionError("nothing to count; expected --text FILE.")
     if given.gradients and given.allow_empty:
         raise SelectionError("--allow-empty has no effect with --gradients; leave it out.")
     if not given.out.absolute().parent.is_dir():
@@ -381,8 +380,6 @@ def write_text(given: OwnTextOptions, model: Path, file: Path) -> None:
     """
     if file.suffix != ".safetensors" or not file.absolute().parent.is_dir():
         raise OutputError(f"{file}: expected a name in .safetensors, in a folder that exists.")
-    if given.wrap == "stream":
-        raise SelectionError("--wrap stream is for eval only; expected another.")
     terminal = given.terminal()
     ranks = on_ranks_with_text(given, model, given.timeout, terminal)
     with ranks as (kind, tokenizer, _, meter):

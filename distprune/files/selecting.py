@@ -7,7 +7,7 @@ rules for names; ``include`` replaces them, and ``also`` adds to what they selec
 output sums over. A header has shapes without meaning. Matrices are [out, in], except the modules of
 transformers' Conv1D, in families that are known to use it. Stacked matrices of experts, [experts,
 out, in] or [experts, in, out], are told by the shapes of two that follow each other. Convolutions
-are [out, in, *kernel]. Of anything else :class:`UnknownLayout` asks the user for ``input_dims``.
+are [out, in, *kernel]. Of anything else the user is asked for ``input_dims``.
 """
 
 from __future__ import annotations
@@ -189,10 +189,6 @@ def matched(
     return found
 
 
-class UnknownLayout(SelectionError):
-    """The input dimension of a tensor is not known."""
-
-
 class Layouts:
     """The layouts of a checkpoint's tensors.
 
@@ -219,7 +215,8 @@ class Layouts:
         """The layout of a tensor.
 
         Raises:
-            UnknownLayout: with the reason, and how to give ``input_dims``.
+            SelectionError: its input dimension is not known, with the reason, and how to give
+                ``input_dims``; or those that are given do not fit it.
         """
         shape, name = entry.shape, entry.name
         if name in self.given:
@@ -264,10 +261,10 @@ class Layouts:
                 return fits[1] if fits[0] != fits[1] else None
         return None
 
-    def _unknown(self, entry: TensorEntry, why: str) -> UnknownLayout:
+    def _unknown(self, entry: TensorEntry, why: str) -> SelectionError:
         family = f"model_type {', '.join(sorted(self._types)) or 'unknown'}"
         pattern, ndim = pattern_of(entry.name), len(entry.shape)
-        return UnknownLayout(
+        return SelectionError(
             f"{pattern} {list(entry.shape)} ({family}): its input dimension is not known, because "
             f"{why}. Give it with --input-dim '{pattern}=DIM', or in a recipe with input_dims; DIM "
             f"is {ndim - 1} for [..., out, in], {ndim - 2} for [..., in, out], and for a "

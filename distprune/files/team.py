@@ -28,9 +28,9 @@ class Progress(NamedTuple):
     """How far a run has come.
 
     Attributes:
-        phase: what is under way: "count", "write" or "verify" of files, by what this rank has done,
-            because all ranks do about as much; "evaluate", "calibrate", "write", "prune" or
-            "polish" of a language model, the same on every rank.
+        phase: what is under way: "read", "count", "write" or "verify" of files, by what this rank
+            has done, because all ranks do about as much; "evaluate", "calibrate", "write", "prune"
+            or "polish" of a language model, the same on every rank.
         num_done: how many units are finished, by all ranks together, in earlier runs too.
         total: units of the phase.
         unit: what is counted: "bytes"; "windows"; "steps"; or "forwards of a layer", of one window

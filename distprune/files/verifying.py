@@ -28,12 +28,12 @@ from distprune.base.selecting import PLAIN_FLOATS
 from distprune.files import pruning
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry
 from distprune.files.disk import REPORT_FILE, pieces_of, read_into
-from distprune.files.errors import CheckpointError, printable
+from distprune.files.errors import CheckpointError, SelectionError, printable
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.ranked import Piece, Pieces, RankedTensors
 from distprune.files.reports import Counts, Report, identity_of, read_report, recipe_of
-from distprune.files.selecting import Layouts, UnknownLayout
+from distprune.files.selecting import Layouts
 from distprune.files.team import Progress, Team
 from distprune.ranks.collectives import world
 
@@ -297,16 +297,17 @@ class TensorFacts:
 def inspect(
     checkpoint: Checkpoint,
     patterns: Sequence[tuple[int, int]] = ((2, 4),),
-    on_bytes: Callable[[int], None] = lambda num_bytes: None,
     input_dims: Mapping[str, Sequence[int]] | None = None,
+    *,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[TensorFacts]:
     """Count the numbers of every tensor, in the checkpoint's order.
 
     Args:
         checkpoint: from ``open_checkpoint``.
         patterns: N:M patterns to count.
-        on_bytes: called with numbers of bytes that were read.
         input_dims: as in a recipe, for tensors whose input dimension is not known.
+        progress: called about twice a second.
 
     Raises:
         CheckpointError: a file cannot be read, or has become shorter.
@@ -315,19 +316,22 @@ def inspect(
     Cost: one read of these tensors; the memory of a slab, or of a few rows of a matrix whose groups
     span several rows.
     """
-    layouts = Layouts(checkpoint, input_dims)
+    layouts, team = Layouts(checkpoint, input_dims), Team(world(), progress)
+    team.begin("read", checkpoint.num_bytes)
     for entry in checkpoint.tensors:
         facts = TensorFacts(entry)
         form = PLAIN_FLOATS.get(entry.dtype)
         if form is None:
             facts.num_zero = None
-            on_bytes(entry.nbytes)
+            team.count("read", entry.nbytes)
             yield facts
             continue
         try:
             layout = layouts.of(entry)
-        except UnknownLayout:
-            layout = Layout(1, 1)
+        except SelectionError:
+            if entry.name in layouts.given:
+                raise
+            layout = Layout(1, 1)  # it is not known
         fitting = [(n, m) for n, m in patterns if entry.numel and layout.inputs % m == 0]
         for n, m in fitting:
             facts.num_groups[n, m], facts.num_kept[n, m] = entry.numel // m, 0
@@ -335,7 +339,7 @@ def inspect(
         block = layout.stride * math.lcm(*(m for _, m in fitting)) if fitting else 1
         num_zero = 0
         for raw in pieces_of(entry.path, entry.start, entry.stop, block * form.num_bits // 8):
-            on_bytes(len(raw))
+            team.count("read", len(raw))
             magnitudes = form.magnitudes(np.frombuffer(raw, np.uint8))
             num_zero += int(np.count_nonzero(magnitudes == 0))
             facts.num_inf += int(np.count_nonzero(magnitudes == form.bits(form.inf)))
@@ -376,7 +380,7 @@ class TensorDifference:
 
 
 def compare(
-    first: Checkpoint, second: Checkpoint, on_bytes: Callable[[int], None] = lambda num_bytes: None
+    first: Checkpoint, second: Checkpoint, *, progress: Callable[[Progress], None] | None = None
 ) -> Iterator[TensorDifference]:
     """Compare all tensors by name, in the order of the first checkpoint.
 
@@ -384,13 +388,15 @@ def compare(
 
     Args:
         first, second: from ``open_checkpoint``.
-        on_bytes: called with numbers of bytes that were read, of both together.
+        progress: called about twice a second.
 
     Raises:
         CheckpointError: a file cannot be read, or has become shorter.
 
     Cost: one read of each; the memory of a slab.
     """
+    team = Team(world(), progress)
+    team.begin("read", first.num_bytes + second.num_bytes)
     ours = {entry.name: entry for entry in first.tensors}
     theirs = {entry.name: entry for entry in second.tensors}
     for name in ours | theirs:
@@ -409,7 +415,7 @@ def compare(
             pieces = (pieces_of(e.path, e.start, e.stop, itemsize) for e in both)
             for raw in zip(*pieces, strict=True):
                 one, two = (np.frombuffer(each, np.uint8) for each in raw)
-                on_bytes(2 * len(one))
+                team.count("read", 2 * len(one))
                 counts[0] += np.count_nonzero((one != two).reshape(-1, itemsize).any(1))
                 if form is not None:
                     a, b = form.magnitudes(one) == 0, form.magnitudes(two) == 0

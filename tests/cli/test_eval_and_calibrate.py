@@ -67,7 +67,7 @@ def test_eval_goes_on_with_a_text(run, made):
     done = run(*command, "--generate", "a", "--text", text, "--length", "16")
     assert [line.split(" ")[0] for line in done.out.splitlines()[-3:-1]] == [str(text), "the"]
     refused = run(*command, "--wrap", "stream")
-    assert refused.code == 2 and "needs the whole model" in refused.err
+    assert refused.code == 2 and "for eval of --text only" in refused.err
     assert run("eval", model).code == 2 and "--generate TEXT" in run("eval", model).err
     assert "expected --text FILE" in run("calibrate", model, "--out", "x").err
     long = run("eval", model, "--generate", "the " * 60, "--device", "cpu")

@@ -198,24 +198,24 @@ def test_zeros_that_are_not_counted_are_not_told(run, tmp_path, dtype):
 
 
 def test_the_grid_adds_up_every_element_once():
-    grid = pictures.make_grid([
+    layers, kinds, shares = pictures.make_grid([
         *((f"m.layers.1.mlp.experts.{e}.up.weight", 10, e) for e in range(4)),
         ("m.layers.10.mlp.up.weight", 20, 5), ("m.layers.2.mlp.up.weight", 20, 20),
         ("m.layers.2.attn.q.weight", 5, 0), ("lm_head.weight", 7, 1),
     ])  # fmt: skip
-    assert grid.layers == ["1", "2", "10", "no layer"]
-    assert grid.kinds == ["attn.q", "experts.up", "lm_head", "mlp.up"]
-    shares = [[None if math.isnan(share) else share for share in row] for row in grid.shares]
+    assert layers == ["1", "2", "10", "no layer"]
+    assert kinds == ["attn.q", "experts.up", "lm_head", "mlp.up"]
+    shares = [[None if math.isnan(share) else share for share in row] for row in shares]
     assert shares == [
         [None, 6 / 40, None, None],
         [0, None, None, 1],
         [None, None, None, 0.25],
         [None, None, 1 / 7, None],
     ]
-    two = pictures.make_grid([("encoder.layers.0.a", 1, 0), ("decoder.layers.0.a", 1, 1)])
-    assert two.layers == ["decoder.layers.0", "encoder.layers.0"]
-    many = pictures.make_grid((f"layers.0.kind{i}.weight", i, 1) for i in range(1, 101))
-    assert many.kinds == [f"kind{i}" for i in range(69, 101)]
+    two, _, _ = pictures.make_grid([("encoder.layers.0.a", 1, 0), ("decoder.layers.0.a", 1, 1)])
+    assert two == ["decoder.layers.0", "encoder.layers.0"]
+    _, many, _ = pictures.make_grid((f"layers.0.kind{i}.weight", i, 1) for i in range(1, 101))
+    assert many == [f"kind{i}" for i in range(69, 101)]
 
 
 @pytest.mark.filterwarnings("error")

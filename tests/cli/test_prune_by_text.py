@@ -83,7 +83,7 @@ def test_eval_of_a_model_that_is_streamed(run, made):
     assert streamed.json["all"] == whole.json["all"]
     assert streamed.json["dtype"] is None and whole.json["dtype"] == "float32"
     done = run("calibrate", *command[1:], "--out", "s.safetensors", "--wrap", "stream")
-    assert done.code == 2 and "for eval only" in done.err
+    assert done.code == 2 and "for eval of --text only" in done.err
 
 
 def test_plan_says_what_text_takes(run, made):
