@@ -47,7 +47,7 @@ __all__ = ["Cubic", "Function", "Linear", "OneShot", "Schedule", "ScheduledPrune
 
 # The keys of recipes that are arguments of ``select``, and those for checkpoints.
 _SELECTION = ("include", "exclude", "names", "also", "min_ndim")
-_FOR_CHECKPOINTS = ("groups", "statistics", "scores", "masks", "card")
+_FOR_CHECKPOINTS = ("groups", "statistics", "scores", "card")
 
 
 class ScheduledPruner:

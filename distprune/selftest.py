@@ -321,16 +321,15 @@ def _far(what: str, actual: Any, expected: Any) -> Iterator[str]:
         yield f"{what} differs from the reference by up to {distance:.3g}"
 
 
-def join(timeout: float, *, cpu: bool, share: bool) -> tuple[torch.device, str]:
+def join(timeout: float, *, cpu: bool) -> tuple[torch.device, str]:
     """Initialise the process group of the ranks that torchrun started, or of this process alone.
 
     Args:
         timeout: of the group, in seconds.
         cpu: use the CPU even if there are accelerators.
-        share: use gloo, on accelerators too, so that several ranks may have one of them.
 
     Returns:
-        The device of this rank, and why it is no accelerator of the machine; "" without a reason.
+        The device of this rank, and a note if ranks share it, which they can over gloo alone.
 
     Raises:
         RuntimeError, ValueError: of torch, the ranks do not find each other.
@@ -339,15 +338,13 @@ def join(timeout: float, *, cpu: bool, share: bool) -> tuple[torch.device, str]:
     device, note = torch.device("cpu"), ""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and not cpu:
-        num_here, number = os.environ.get("LOCAL_WORLD_SIZE", 1), torch.accelerator.device_count()
-        note = (
-            f"{num_here} ranks, {number} devices: the CPU is tested; with --share they share them"
-        )
-        if share or int(num_here) <= number:
-            index, note = int(os.environ.get("LOCAL_RANK", 0)) % number, ""
-            torch.accelerator.set_device_index(index)
-            device = torch.device(accelerator.type, index)
-    backend = "gloo" if share else dist.get_default_backend_for_device(device)
+        number, num_here = torch.accelerator.device_count(), os.environ.get("LOCAL_WORLD_SIZE", 1)
+        if int(num_here) > number:
+            note = f"{num_here} ranks share {number} devices, over gloo"
+        index = int(os.environ.get("LOCAL_RANK", 0)) % number
+        torch.accelerator.set_device_index(index)
+        device = torch.device(accelerator.type, index)
+    backend = "gloo" if note else dist.get_default_backend_for_device(device)
     if "RANK" not in os.environ:
         place = {"store": HashStore(), "rank": 0, "world_size": 1}
     device_id, patience = None if backend == "gloo" else device, timedelta(seconds=timeout)
@@ -423,34 +420,21 @@ def _row(name: str, cells: Iterable[str]) -> str:
     return (f"{name:<12}" + "".join(f"{cell:<16}" for cell in cells)).rstrip()
 
 
-_DESCRIPTION = """\
-Check what distprune guarantees on this machine, with this backend and version of torch.
-
-It checks masks against a reference on every wrapper that the ranks allow, traffic, errors on all
-ranks or none, a training step, and the private fields of torch that distprune uses. It reports what
-holds here, what does not, and what could not be tried.
-
-Start it by `python -m distprune selftest`, or on several ranks by
-`torchrun --nproc-per-node 4 -m distprune selftest`. The exit code is 0 if all that was tried holds,
-1 if something does not or ranks are lost, and 2 for wrong usage."""
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the self-test on this rank, as the command line does; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="distprune selftest",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Check what distprune guarantees on this machine, with this backend and "
+        "version of torch; under torchrun on several ranks. The exit code is 0 if all that was "
+        "tried holds, 1 if something does not or ranks are lost, and 2 for wrong usage.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--cpu", action="store_true", help="test gloo on the CPU, not accelerators")
-    text = "let several ranks share an accelerator, over gloo"
-    parser.add_argument("--share", action="store_true", help=text)
     text = "of torch's process groups, in seconds (default 60)"
     parser.add_argument("--timeout", type=float, default=60.0, help=text)
     options = parser.parse_args(arguments)
     try:
-        device, note = join(options.timeout, cpu=options.cpu, share=options.share)
+        device, note = join(options.timeout, cpu=options.cpu)
     except (RuntimeError, ValueError) as error:
         sys.exit(f"distprune: could not initialise the process group: {error}")
     is_first = dist.get_rank() == 0

@@ -20,12 +20,12 @@ ROOMS = {
     "api": (874, 7),
     "base": (818, 9),
     "budgets.py": (212, 1),
-    "call": (812, 5),
+    "call": (805, 5),
     "checkpoint.py": (208, 1),
     "cli": (1221, 8),
     "criteria": (676, 3),
     "dynamic.py": (128, 1),
-    "files": (2445, 13),
+    "files": (2438, 13),
     "integrations": (785, 6),
     "language_models": (1680, 10),
     "layouts.py": (13, 1),
@@ -33,10 +33,10 @@ ROOMS = {
     "methods": (672, 4),
     "ranking": (1671, 9),
     "ranks": (323, 2),
-    "recipes": (301, 1),
+    "recipes": (300, 1),
     "reconstruction.py": (288, 1),
     "schedule.py": (214, 1),
-    "selftest.py": (334, 1),
+    "selftest.py": (321, 1),
     "shards": (797, 5),
     "statistics": (1377, 6),
     "streaming": (1502, 7),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (530, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (20067, 120)
+TOTAL = (20039, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29167, "launch": 831}
+FOLDERS = {"tests": 29156, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

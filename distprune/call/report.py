@@ -8,8 +8,6 @@ collapsed before.
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -54,21 +52,11 @@ class CallReport:
         return share(self.num_pruned, self.num_elements)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, with the totals and sparsities written out."""
+        """Plain data, such as ``json.dumps`` takes, with the totals and sparsities written out."""
         return {
             **_plain(self, *self._TOTALS),
             "parameters": [_plain(entry, "num_pruned", "sparsity") for entry in self.parameters],
         }
-
-    def to_json(self, **options: Any) -> str:
-        """:meth:`to_dict` as JSON; ``options`` go to ``json.dumps``.
-
-        JSON has no NaN or infinity; an infinite threshold becomes a string.
-        """
-        data = self.to_dict()
-        if (threshold := data.get("threshold")) in (math.inf, -math.inf):
-            data["threshold"] = str(threshold)
-        return json.dumps(data, allow_nan=False, **options)
 
     def _cost(self) -> list[str]:
         """Ranks, traffic and time of the call, for the last line of the report."""

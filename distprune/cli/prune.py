@@ -391,7 +391,7 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict
     from distprune.files.planning import bytes_to_count
 
     size = plan.checkpoint.num_bytes + sum(file.size for file in plan.checkpoint.others)
-    masks = sum(-(-tensor.entry.numel // 8) for tensor in plan.tensors) * plan.recipe.masks
+    masks = sum(-(-tensor.entry.numel // 8) for tensor in plan.tensors)
     report = 2 * sum(len(entry.name) + 200 for entry, *_ in plan.verdicts)
     writes = size + masks + report
     cost = {"read_bytes": size + bytes_to_count(plan), "write_bytes": writes}

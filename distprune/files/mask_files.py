@@ -72,7 +72,7 @@ def open_masks(folder: str | Path) -> MaskFile:
     if not path.exists():
         raise CheckpointError(
             f"{folder} has no masks ({MASK_FILE} is missing); expected a folder that distprune "
-            "pruned, with masks: true."
+            "pruned."
         )
     file = read_header(path, str(path))
     if file.metadata.get("format") != _FORMAT:

@@ -217,7 +217,8 @@ def _plan_group(entries: list[TensorEntry], recipe: GroupRecipe, layouts: Layout
     entries = sorted(entries, key=lambda entry: (natural_key(entry.name), entry.name))
     sizes = [entry.numel for entry in entries]
     rule = recipe.group_rule
-    of_tensors = [layouts.of(entry) if rule.needs_input_dim else None for entry in entries]
+    has_blocks = rule.needs_input_dim
+    of_tensors = [layouts.of(entry) if has_blocks else None for entry in entries]
     blocks = list(map(rule.blocks, sizes, of_tensors))
     counts: Sequence[int | None] = [None] * len(entries)
     if recipe.is_global:
@@ -233,7 +234,7 @@ def _plan_group(entries: list[TensorEntry], recipe: GroupRecipe, layouts: Layout
         from distprune.budgets import divided, lines_of
 
         counts = divided(lines_of(recipe.budget, bounded), lowest, highest, num_to_prune)
-    ranked = blocks if rule.needs_input_dim else [None] * len(entries)
+    ranked = blocks if has_blocks else [None] * len(entries)
     facts = zip(entries, of_tensors, ranked, lowest, highest, counts, strict=True)
     tensors = [PlannedTensor(*each) for each in facts]
     return PlannedGroup(recipe, tensors, sum(sizes), num_to_prune)

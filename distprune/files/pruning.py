@@ -112,8 +112,8 @@ def prune(
         return report, small
 
     entries = {tensor.entry.name: tensor.entry for tensor in plan.tensors}
-    what = plan.checkpoint, plan.digest, entries, plan.copied, inputs, plan.recipe.masks
-    result = Result(team, destination, replace, *what, plan.values)
+    what = plan.checkpoint, plan.digest, entries, plan.copied, inputs, plan.values
+    result = Result(team, destination, replace, *what)
     with result.begun(plan.recipe.as_values(), tell) as missing:
         if missing is not None and not tensors.groups:
             tensors.find_cuts()
@@ -133,8 +133,8 @@ def apply(
 ) -> Report:
     """Write a copy of a checkpoint with zeros where the masks of another one are zero.
 
-    ``destination/distprune/`` has the masks, the report and, as the recipe, which masks were
-    applied. The destination appears, and a killed run goes on, as that of :func:`prune`.
+    ``destination/distprune/`` has the masks and the report. The destination appears, and a killed
+    run goes on, as that of :func:`prune`.
 
     Args:
         masks: a folder that ``prune`` or ``save_masks`` wrote.
@@ -174,8 +174,7 @@ def apply(
             tensors=tensors,
             inputs={"masks": origin},
         )
-        recipe = f"kind: apply\nmasks: {json.dumps(origin)}\n"  # JSON is YAML
-        return report, {RECIPE_FILE: recipe.encode()}
+        return report, {}
 
     stored = team.run(read_masks)
     file, entries = stored.file, {name: by_name[name] for name in stored.shapes}
@@ -212,7 +211,6 @@ class Result:
         tensors: those that are rewritten, by name.
         copied: files without weights that are copied.
         inputs: other files that it is made from.
-        has_masks: whether the masks are written.
         values: of kept elements, in place of those of the source.
         began: when this run began, in seconds of ``time.monotonic``.
     """
@@ -225,7 +223,6 @@ class Result:
     tensors: Mapping[str, TensorEntry]
     copied: Sequence[SourceFile]
     inputs: Sequence[SourceFile]
-    has_masks: bool = True
     values: KeptValues | None = None
     began: float = field(default_factory=time.monotonic)
 
@@ -368,8 +365,7 @@ class Result:
             "run": run,
         }
         report, small = complete(counts, facts)
-        if self.has_masks:
-            self._join_masks()
+        self._join_masks()
         for name, data in (small | {disk.REPORT_FILE: report.to_json()}).items():
             disk.write_atomically(self.folder / name, data)
         self._check_destination()

@@ -116,10 +116,10 @@ def _reasons(checkpoint: Checkpoint, recipe: GroupRecipe) -> tuple[list[str], li
                 f"tensor {entry.name} is {entry.dtype}; expected one of "
                 f"{', '.join(PLAIN_FLOATS)}. Dequantise the checkpoint, or exclude the tensor."
             )
-        if rule.needs_input_dim:
-            misfit = rule.misfit(f"tensor {entry.name}", entry.shape, layouts.of(entry))
-            if misfit is not None:
-                raise SelectionError(misfit)
+    for entry in selected if rule.needs_input_dim else ():
+        misfit = rule.misfit(f"tensor {entry.name}", entry.shape, layouts.of(entry))
+        if misfit is not None:
+            raise SelectionError(misfit)
     _check_tied(checkpoint, {entry.name for entry in selected})
     if not selected:
         raise SelectionError(

@@ -126,11 +126,6 @@ def _plan_again(folder: Path, source: str | Path, scores: str | Path | None) -> 
     """The report of a result, and the plan that made it."""
     report = read_report(folder)
     recipe = recipe_of(report, folder)
-    if not recipe.masks:
-        raise CheckpointError(
-            f"{folder} was pruned without masks (masks: false); verify needs them. Prune again "
-            "with masks, and compare the two results with `distprune diff`."
-        )
     if recipe.scores is None and scores is not None:
         raise CheckpointError(f"{folder} was not ranked by stored scores; leave --scores out.")
     if recipe.scores is not None and scores is None:

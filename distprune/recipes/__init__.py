@@ -326,7 +326,6 @@ class Recipe(GroupRecipe):
         scores: path of the scores for "given", "taylor" and "elementwise_fisher": a folder of
             safetensors files, or one file, with a tensor for each pruned one, of its name and
             shape.
-        masks: whether to write the masks.
         card: whether README.md of the result describes the pruning, above the text of the
             source's README.md; false copies that of the source.
     """
@@ -347,7 +346,6 @@ class Recipe(GroupRecipe):
     scores: PathText | None = Field(
         None, description="Folder or file of a tensor of scores for each pruned one."
     )
-    masks: bool = Field(True, description="Write the masks beside a pruned checkpoint.")
     card: bool = Field(True, description="Describe the pruning in README.md.")
 
     def _contradictions(self) -> Iterator[str]:

@@ -134,7 +134,7 @@ def _text(node):
 # Options of launchers and other programs, and of the self-test, which has a parser of its own.
 OF_OTHERS = {
     "--multi_gpu", "--nproc-per-node", "--num_machines", "--num_processes",
-    "--cpu", "--json", "--share", "--timeout",
+    "--cpu", "--json", "--timeout",
 }  # fmt: skip
 
 

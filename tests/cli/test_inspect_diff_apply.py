@@ -152,7 +152,7 @@ def test_apply_puts_masks_on_another_checkpoint(run, tmp_path):
     assert one.read_bytes()[-200:] == two.read_bytes()[-200:]
     assert tree_digest(source) == before
     assert "the masks prune" in run("apply", tmp_path / "out", source, tmp_path / "again").out
-    given = [f"distprune/{name}" for name in ("recipe.yaml", "report.json")]
+    given = ["distprune/report.json"]
     assert tree_digest(tmp_path / "again", given) == tree_digest(tmp_path / "out", given)
 
     assert run("apply", masks, base, tmp_path / "out").code == 1

@@ -56,8 +56,8 @@ def test_prunes_exactly_and_says_so(run, source, tmp_path):
     assert len(done.json["tensors"]) == 22 and done.json["groups"][0]["threshold"] > 0
     assert tree_digest(tmp_path / "again", RUN) == tree_digest(tmp_path / "out", RUN)
 
-    done = run("prune", source, tmp_path / "bare", "-r", recipe, "--no-masks", "-v")
-    assert not (tmp_path / "bare" / "distprune" / "masks.safetensors").exists()
+    done = run("prune", source, tmp_path / "bare", "-r", recipe, "--no-card", "-v")
+    assert not (tmp_path / "bare" / "README.md").exists()
     assert "model.layers.10.mlp.up.weight" in done.out
 
 

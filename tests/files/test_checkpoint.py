@@ -126,12 +126,13 @@ def test_a_file_without_a_config_is_the_whole_checkpoint(tmp_path):
     (tmp_path / "diary.txt").write_text("private")
     for name in ("other.safetensors", "lora.safetensors"):
         (tmp_path / name).write_bytes(file_bytes(ONE))
-    made = plan(tmp_path / "lora.safetensors", raw_recipe(0.5, masks=False))
+    made = plan(tmp_path / "lora.safetensors", raw_recipe(0.5))
     assert "is the whole checkpoint" in made.checkpoint.note
     prune(made, tmp_path / "target")  # beside it, but not inside of what it is
     folder = tmp_path / "target"
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
         "lora.safetensors", "README.md", "distprune/recipe.yaml", "distprune/report.json",
+        "distprune/masks.safetensors",
     }  # fmt: skip
 
 

@@ -234,7 +234,7 @@ def scaled_weights(dtype):
 def test_what_a_pruning_reads_in_all(tmp_path, num_read, fields, of_bf16, of_fp32, dtype):
     """The search and the write; a change of these numbers has to be meant."""
     source = tiny_checkpoints.save(tmp_path / "source", scaled_weights(dtype))
-    recipe = raw_recipe(**{"sparsity": 0.5, "masks": False, **fields})
+    recipe = raw_recipe(**{"sparsity": 0.5, **fields})
     plan = planning.plan(source, recipe)
     pruning.prune(plan, tmp_path / "target")
     assert bytes_to_count(plan) + 2_400_000 * dtype.itemsize <= sum(num_read)

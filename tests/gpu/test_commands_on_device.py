@@ -22,7 +22,7 @@ RECIPE = raw_recipe(sparsity=0.5, score="fisher", normalize=None)
 def test_selftest(device, size):
     """One rank with the device's backend; ranks that share it, over gloo."""
     command = [sys.executable, "-m", "distprune", "selftest", "--json", "--timeout", "40"]
-    command += ["--cpu"] if device.type == "cpu" else ["--share"] if size > 1 else []
+    command += ["--cpu"] if device.type == "cpu" else []
     environment = dict(os.environ)
     ranks = []
     with held_port() as port:

@@ -112,8 +112,7 @@ def test_zero_3():
         assert report["holds"] and set(report["wrappings"]["ZeRO-3"]) == set(FAST), report
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_ranks_that_share_an_accelerator_use_gloo(share, monkeypatch):
+def test_ranks_that_share_an_accelerator_use_gloo(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     chosen, made = [], []
@@ -123,12 +122,9 @@ def test_ranks_that_share_an_accelerator_use_gloo(share, monkeypatch):
     )
     for name, value in (("LOCAL_RANK", "3"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    device, note = selftest.join(60.0, cpu=False, share=share)
-    assert made == ["gloo"]
-    if share:
-        assert device == torch.device("cuda", 1) and chosen == [1] and note == ""
-    else:
-        assert device == torch.device("cpu") and "--share" in note
+    device, note = selftest.join(60.0, cpu=False)
+    assert made == ["gloo"] and note == "4 ranks share 2 devices, over gloo"
+    assert device == torch.device("cuda", 1) and chosen == [1]
 
 
 @pytest.mark.thorough

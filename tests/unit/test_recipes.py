@@ -161,7 +161,7 @@ groups = st.builds(
     lambda *parts: {k: v for part in parts for k, v in part.items()},
     amounts, selections, some({"score": scores}),
 )  # fmt: skip
-wholes = some({"seed": st.integers(0, 2**63 - 1), "masks": st.booleans(), "card": st.booleans()})
+wholes = some({"seed": st.integers(0, 2**63 - 1), "card": st.booleans()})
 
 
 @settings(max_examples=num_examples(200), deadline=None)
@@ -253,7 +253,7 @@ def test_random_scores_are_the_same_at_every_step(seed):
 @pytest.mark.parametrize(
     ("keys", "what"),
     [
-        ({"sparsity": 0.5, "masks": False}, "masks"),
+        ({"sparsity": 0.5, "card": False}, "card"),
         ({"sparsity": 0.5, "score": "wanda"}, "score 'wanda'"),
         ({"sparsity": 0.5, "budget": "owl"}, "budget 'owl'"),
         ({"groups": [{"sparsity": 0.5}]}, "groups"),

@@ -1,7 +1,6 @@
 """global_structured of plain modules: its report, its warnings, and what it refuses by name."""
 
 import itertools
-import json
 import math
 
 import numpy as np
@@ -38,8 +37,7 @@ def test_the_report_counts_channels_and_what_could_be_removed():
     assert model[0].weight_mask.sum(1).tolist() == [0, 0, 0, 3]
     assert model[1].weight_mask.tolist() == [[0, 0, 0, 1]] * 2
     assert report.threshold == pytest.approx((7**2 + 8**2 + 9**2 + 3**2 + 7**2) ** 0.5, rel=1e-12)
-    data = json.loads(report.to_json())
-    assert data["groups"][0]["num_pruned_now"] == 2
+    assert report.to_dict()["groups"][0]["num_pruned_now"] == 2
     text = str(report)
     assert "neurons" in text and "75.00%" in text and "18" in text and "removable" in text
 
