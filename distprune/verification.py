@@ -22,7 +22,7 @@ from distprune.base import memory, naming, without_garbage_collection
 from distprune.base.amount import share
 from distprune.base.naming import checked_pair, full_name, label_of, tied_places
 from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
-from distprune.call.report import CallReport, PruningReport, column_of_counts, table_of
+from distprune.call.report import CallReport, column_of_counts, table_of
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import PruningHook, holder_of, holds_zeros, hooks_on
 from distprune.ranks.collectives import Communicator, world
@@ -131,9 +131,7 @@ class VerificationError(RuntimeError):
         return VerificationError, (self.report,)
 
 
-Expected = VerificationReport | PruningReport | Iterable[str | tuple[nn.Module, str]]
-# By name, the number of pruned elements and the fingerprint that a report has of a parameter.
-_Reported = dict[str, tuple[int, int | None]]
+Expected = Iterable[str | tuple[nn.Module, str]]
 
 
 def verify(
@@ -171,9 +169,7 @@ def verify(
     Args:
         model: wrapped or not; the same on every rank, but for pipeline stages.
         expected: what has to be pruned: parameters, as ``select`` lists them, or their full
-            names; or the report of an earlier pruning or verification of parameters with full
-            names, whose counts (and fingerprints) must be the present ones. By default every
-            parameter that has a trace of pruning.
+            names. By default every parameter that has a trace of pruning.
         raise_errors: raise if anything is wrong. If False, the problems are only in the report.
         group: the ranks that take part; every rank by default. Collective.
         pipeline_parallel: ranks have different parameters, with full names, as for
@@ -194,7 +190,7 @@ def verify(
 
     communicator, started = world(group), time.perf_counter()
 
-    def inspect_places() -> tuple[dict[str, Inspected], _Reported]:
+    def inspect_places() -> dict[str, Inspected]:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
         if may_be_managed():
@@ -205,13 +201,12 @@ def verify(
             for path, module in modules
             for name in traces(module)
         ]
-        missing, reported = _required(() if expected is None else expected, places)
         entries = inspect(places, communicator)
         find_dense_places(modules, places, entries)
-        for name in missing:
+        for name in _missing(() if expected is None else expected, places):
             problems = entries.setdefault(name, Inspected(name)).problems
             problems.append("it is expected to be pruned, and is not")
-        return entries, reported
+        return entries
 
     with (
         communicator.exclusively(),
@@ -223,8 +218,8 @@ def verify(
             ("expected", "None" if expected is None else "given"),
             ("pipeline_parallel", str(pipeline_parallel)),
         ]
-        local, reported = communicator.run(inspect_places, lambda _: facts)
-        parameters = _share(local, reported, communicator, pipeline_parallel)
+        local = communicator.run(inspect_places, lambda _: facts)
+        parameters = _share(local, communicator, pipeline_parallel)
     problems: tuple[str, ...] = ()
     if not parameters and expected is None:
         problems = (
@@ -239,19 +234,9 @@ def verify(
     return report
 
 
-def _required(expected: Expected, places: Sequence[Place]) -> tuple[list[str], _Reported]:
-    """Names of what is expected to be pruned and is not, and what a report says of the others."""
+def _missing(expected: Expected, places: Sequence[Place]) -> list[str]:
+    """Names of what is expected to be pruned and is not."""
     paths = {place.path for place in places}
-    if isinstance(expected, VerificationReport | PruningReport):
-        reported: _Reported = {}
-        for of in expected.parameters:
-            if of.name.endswith(")"):
-                raise ValueError(
-                    f"expected is a report of parameters without full names ({of.name}); expected "
-                    "one of parameters that select(model) lists, or the list of them."
-                )
-            reported[of.name] = of.num_pruned, getattr(of, "fingerprint", None)
-        return [name for name in reported if name not in paths], reported
     pairs = {(id(place.module), place.name) for place in places}
     missing = []
     for position, entry in enumerate([expected] if isinstance(expected, str) else expected):
@@ -264,7 +249,7 @@ def _required(expected: Expected, places: Sequence[Place]) -> tuple[list[str], _
             is_pruned = any((id(module), key) in pairs for module, key in tied_places(entry))
         if not is_pruned:
             missing.append(name)
-    return missing, {}
+    return missing
 
 
 class Place:
@@ -625,10 +610,7 @@ def _told(entry: Inspected, rank: int) -> _Told:
 
 
 def _share(
-    local: Mapping[str, Inspected],
-    reported: _Reported,
-    communicator: Communicator,
-    pipeline_parallel: bool,
+    local: Mapping[str, Inspected], communicator: Communicator, pipeline_parallel: bool
 ) -> list[VerifiedParameter]:
     """All parameters that any rank has, with their problems; the same on every rank.
 
@@ -669,7 +651,7 @@ def _share(
             )
         entries = [each for each, _ in told]
         if all(each["kind"] for each in entries):
-            problems += _problems(entries, len(copies[name]), total, reported.get(name))
+            problems += _problems(entries, len(copies[name]), total)
         ranks_with: dict[str, list[int]] = {}
         for each, ranks in told:
             for text in each["problems"]:
@@ -691,12 +673,7 @@ def _copies(told: Sequence[tuple[_Told, list[int]]]) -> set[int]:
     return firsts
 
 
-def _problems(
-    entries: Sequence[_Told],
-    num_copies: int,
-    total: Sequence[int],
-    reported: tuple[int, int | None] | None,
-) -> list[str]:
+def _problems(entries: Sequence[_Told], num_copies: int, total: Sequence[int]) -> list[str]:
     """What is wrong with a parameter as a whole, given sums over the ranks."""
     masks, weights, num_elements, num_pruned, fingerprint, first_mask, first_weight = total
     first = entries[0]
@@ -723,12 +700,6 @@ def _problems(
         problems.append(
             f"its mask was changed since the last pruning: {num_pruned} elements are pruned, {how}"
         )
-    if reported is not None and reported[0] != num_pruned:
-        problems.append(
-            f"{num_pruned} of its elements are pruned; expected {reported[0]}, as in the report"
-        )
-    elif reported is not None and reported[1] not in (None, fingerprint):
-        problems.append("its pruned elements are not those of the expected report")
     return problems
 
 

@@ -41,12 +41,12 @@ ROOMS = {
     "statistics": (1377, 6),
     "streaming": (1502, 7),
     "testing.py": (231, 1),
-    "verification.py": (530, 1),
+    "verification.py": (504, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (20039, 120)
+TOTAL = (20013, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29156, "launch": 831}
+FOLDERS = {"tests": 29152, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

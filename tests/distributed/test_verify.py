@@ -76,7 +76,6 @@ def other_masks(wrapping: str) -> list[str]:
     report = prune.verify(model, raise_errors=False)
     if report.ok or not all("changed since the last" in text for text in report.all_problems):
         return [str(report)]
-    prune.verify(other, expected=prune.verify(other))
     return []
 
 
@@ -87,10 +86,10 @@ def test_masks_that_were_loaded_by_hand_are_told(wrapping):
 
 def test_what_is_expected_and_missing_is_told():
     model = make("plain-1")
-    report = prune_all(model)
+    prune_all(model)
     fresh = make("plain-1")
     with pytest.raises(prune.VerificationError, match=r"l2.weight: it is expected to be pruned"):
-        prune.verify(fresh, expected=report)
+        prune.verify(fresh, expected=["l2.weight"])
     with pytest.raises(prune.VerificationError, match="nothing is pruned"):
         prune.verify(fresh)
     assert prune.verify(fresh, expected=()).ok
@@ -98,9 +97,6 @@ def test_what_is_expected_and_missing_is_told():
     assert prune.verify(model, expected=prune.select(model)).ok
     with pytest.raises(prune.VerificationError, match=r"l1.bias: it is expected"):
         prune.verify(model, expected=[*prune.select(model), "l1.bias"])
-    prune_all(model, 0.1)
-    with pytest.raises(prune.VerificationError, match="as in the report"):
-        prune.verify(model, expected=report)
     with pytest.raises(TypeError, match=r"expected\[0\] is 1"):
         prune.verify(model, expected=[1])
     with pytest.raises(TypeError, match="model is a list"):
