@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distprune.base import memory, naming, without_garbage_collection
-from distprune.base.amount import share
+from distprune.base.amount import listed, share
 from distprune.base.naming import checked_pair, full_name, label_of, tied_places
 from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
 from distprune.call.report import CallReport, column_of_counts, table_of
@@ -119,13 +119,8 @@ class VerificationError(RuntimeError):
 
     def __init__(self, report: VerificationReport) -> None:
         self.report = report
-        shown, more = report.all_problems[:20], len(report.all_problems) - 20
-        if more > 0:
-            shown = *shown, f"and {more} more: see the error's report"
-        super().__init__(
-            f"{_number_of_problems(report)} with the masks of the model:\n"
-            + "\n".join(f"- {text}" for text in shown)
-        )
+        shown = listed(report.all_problems, 20, "\n- ")
+        super().__init__(f"{_number_of_problems(report)} with the masks of the model:\n- {shown}")
 
     def __reduce__(self) -> Any:
         return VerificationError, (self.report,)
@@ -704,15 +699,8 @@ def _problems(entries: Sequence[_Told], num_copies: int, total: Sequence[int]) -
 
 
 def _in_words(ranks: Iterable[int], communicator: Communicator) -> str:
-    """A list of ranks in words: "rank 3", "ranks 0-2, 5", "all ranks"."""
+    """A list of ranks in words: "rank 3", "ranks 0, 1, 5", "all ranks"."""
     ordered = sorted(ranks)
     if len(ordered) == communicator.size:
         return "all ranks"
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank{'s' if len(ordered) > 1 else ''} {text}"
+    return f"rank{'s' if len(ordered) > 1 else ''} {listed(map(str, ordered), 8)}"

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distprune.base.blocks import Layout, layout_along
-from distprune.base.selecting import ADAPTER, PLAIN_FLOATS, matcher, reason_of_shape, reason_to_keep
+from distprune.base.selecting import PLAIN_FLOATS, matcher, reason_of_shape, reason_to_keep
 from distprune.files.checkpoint import Checkpoint, TensorEntry
 from distprune.files.errors import SelectionError
 from distprune.recipes import GroupRecipe, Recipe
@@ -47,9 +47,9 @@ def select_tensors(checkpoint: Checkpoint, recipe: Recipe) -> tuple[list[Verdict
     Raises:
         SelectionError: the recipe has keys of models, a pattern of ``include``, ``also`` or
             ``input_dims`` matches nothing, a selected tensor is no plain float or does not fit the
-            pattern, its inputs are along an unknown dimension, tied weights are stored twice, the
-            recipe does not name the factors of an adapter, nothing is selected, or a tensor is in
-            two groups; the first problem. An ``exclude`` that matches nothing is a warning.
+            pattern, its inputs are along an unknown dimension, tied weights are stored twice,
+            nothing is selected, or a tensor is in two groups; the first problem. An ``exclude``
+            that matches nothing is a warning.
     """
     if any(part.schedule is not None or part.names is not None for part in recipe.parts):
         raise SelectionError(
@@ -107,8 +107,6 @@ def _reasons(checkpoint: Checkpoint, recipe: GroupRecipe) -> tuple[list[str], li
                 reason = reason_to_keep(entry.name, entry.shape, entry.dtype)
         reasons.append(reason)
     selected = [e for e, reason in zip(checkpoint.tensors, reasons, strict=True) if not reason]
-    if not patterns:
-        _refuse_adapter(checkpoint, ADAPTER in reasons and not selected)
     layouts, rule = Layouts(checkpoint, recipe.input_dims), recipe.group_rule
     for entry in selected:
         if entry.dtype not in PLAIN_FLOATS:
@@ -127,18 +125,6 @@ def _reasons(checkpoint: Checkpoint, recipe: GroupRecipe) -> tuple[list[str], li
             f"{'; '.join(sorted(set(reasons)))}."
         )
     return reasons, warnings
-
-
-def _refuse_adapter(checkpoint: Checkpoint, are_factors: bool) -> None:
-    """Raise SelectionError for an adapter, which has factors of an update, not weights."""
-    has_config = any(other.name == "adapter_config.json" for other in checkpoint.others)
-    is_adapter = all(file.name.startswith("adapter_model") for file in checkpoint.files)
-    if are_factors or (has_config and is_adapter):
-        raise SelectionError(
-            "the checkpoint is an adapter (adapter_config.json, or names such as lora_A): its "
-            "tensors are factors of an update, and pruning them is seldom meant. Merge it into its "
-            "model and prune that, or name the tensors to prune with include."
-        )
 
 
 def _check_tied(checkpoint: Checkpoint, selected: set[str]) -> None:
