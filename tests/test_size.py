@@ -22,10 +22,10 @@ ROOMS = {
     "budgets.py": (212, 1),
     "call": (805, 5),
     "checkpoint.py": (208, 1),
-    "cli": (1221, 8),
+    "cli": (1216, 8),
     "criteria": (676, 3),
     "dynamic.py": (128, 1),
-    "files": (2427, 13),
+    "files": (2417, 13),
     "integrations": (785, 6),
     "language_models": (1680, 10),
     "layouts.py": (13, 1),
@@ -33,7 +33,7 @@ ROOMS = {
     "methods": (672, 4),
     "ranking": (1671, 9),
     "ranks": (323, 2),
-    "recipes": (300, 1),
+    "recipes": (296, 1),
     "reconstruction.py": (288, 1),
     "schedule.py": (214, 1),
     "selftest.py": (321, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19990, 120)
+TOTAL = (19971, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29140, "launch": 831}
+FOLDERS = {"tests": 29139, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -14,7 +14,8 @@ from distprune.base.blocks import parse_pattern
 from distprune.base.selecting import natural_key
 from distprune.cli import console
 from distprune.cli.options import ListingOptions, command, dims_by_pattern
-from distprune.files.errors import FilesError, OutputError, SelectionError, format_percent
+from distprune.files.disk import writing
+from distprune.files.errors import FilesError, SelectionError, format_percent, translated
 from distprune.files.selecting import pattern_of
 
 if TYPE_CHECKING:
@@ -51,10 +52,8 @@ def inspect(given: InspectOptions, src: Path) -> None:
     from distprune.files.reports import cached_name, read_report, recipe_of
     from distprune.files.verifying import inspect as inspect_tensors
 
-    try:
+    with translated(SelectionError, "--pattern: "):
         patterns = {parse_pattern(text): text for text in given.patterns}
-    except ValueError as error:
-        raise SelectionError(f"--pattern: {error}.") from error
     if given.plot is not None:
         check_picture(given.plot)
     checkpoint = open_checkpoint(src)  # nothing is copied
@@ -176,8 +175,8 @@ def check_picture(path: Path) -> None:
     """Check that a picture can be drawn, before all weights are read."""
     if path.suffix.lower() not in _FORMATS:
         raise SelectionError(f"--plot {path}: expected a name that ends in {', '.join(_FORMATS)}.")
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"--plot {path}: its folder does not exist; make it first.")
+    with writing(path):
+        path.absolute().parent.stat()
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -205,10 +204,8 @@ def draw_picture(path: Path, title: str, tensors: list[tuple[str, int, int]]) ->
     axes.set_title(_plain(title), fontsize=11)
     num_elements, num_zero = sum(size for _, size, _ in tensors), sum(z for _, _, z in tensors)
     axes.set_xlabel(f"{console.share_text(num_zero, num_elements)} are zero.", fontsize=8)
-    try:
+    with writing(path):
         figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise OutputError(f"--plot {path} cannot be written: {error.strerror}.") from error
 
 
 def _plain(text: str) -> str:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from distprune.cli.console import Terminal
-from distprune.files.errors import SelectionError
+from distprune.files.errors import SelectionError, translated
 from distprune.recipes import Recipe, make_recipe, problems_of, read_keys
 
 # Options that are not named after their fields, which are the plural, or would hide a function.
@@ -173,14 +173,12 @@ def make_recipe_from(name: str | None, keys: Mapping[str, Any], **defaults: Any)
     if "input_dims" in options:
         options["input_dims"] = dims_by_pattern(options["input_dims"])
     texts = ", ".join(map(option_name, options))
-    try:
+    with translated(SelectionError):
         merged = ({} if name is None else read_keys(name)) | options
         if "groups" not in merged:
             merged = defaults | merged
             merged.setdefault("score", "given" if "scores" in options else "magnitude")
         return make_recipe(merged, " with ".join(filter(None, (name, texts))))
-    except ValueError as error:
-        raise SelectionError(str(error)) from error
 
 
 def dims_by_pattern(options: Iterable[str]) -> dict[str, list[int]]:

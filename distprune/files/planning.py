@@ -24,7 +24,7 @@ from distprune.base.blocks import Blocks, Layout
 from distprune.base.selecting import PLAIN_FLOATS, natural_key
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry, open_checkpoint
 from distprune.files.disk import SIDECAR
-from distprune.files.errors import SelectionError
+from distprune.files.errors import SelectionError, translated
 from distprune.files.selecting import Layouts, Verdict, select_tensors
 from distprune.recipes import ELEMENTWISE, STORED_STATISTICS, GroupRecipe, Recipe
 
@@ -251,12 +251,10 @@ def _limits_of(tensors: Sequence[Bounded], recipe: GroupRecipe, num_to_prune: in
         return None
     from distprune.ranking.ranking import limits_for
 
-    try:
+    with translated(SelectionError):
         bounds = to_bounds(tensors, recipe.min_sparsity, recipe.max_sparsity)
         sizes = [tensor.num_elements for tensor in tensors]
         return bounds and limits_for(num_to_prune, bounds, sizes, sizes)
-    except ValueError as error:
-        raise SelectionError(str(error)) from error
 
 
 def _find_statistics(recipe: Recipe, groups: Sequence[PlannedGroup]) -> TensorStatistics | None:

@@ -23,7 +23,7 @@ from distprune._version import __version__
 from distprune.base.amount import collapsed, listed
 from distprune.files.checkpoint import Checkpoint, TensorEntry, load_json
 from distprune.files.disk import REPORT_FILE, reading
-from distprune.files.errors import CheckpointError, OutputError, format_percent
+from distprune.files.errors import CheckpointError, OutputError, format_percent, translated
 from distprune.files.planning import CARD_FILE, Plan
 from distprune.files.ranked import RankedGroup
 from distprune.ranking.scores import KeyRange
@@ -185,10 +185,8 @@ def recipe_of(report: Report, folder: str | Path) -> Recipe:
             "Verify that checkpoint; `distprune diff` compares the weights of this one with its "
             "source."
         )
-    try:
+    with translated(CheckpointError):
         return make_recipe(report.recipe, f"the recipe in {folder}/{REPORT_FILE}")
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def make_report(

@@ -21,7 +21,7 @@ from typing import Any
 from distprune.base.blocks import Layout, layout_along
 from distprune.base.selecting import PLAIN_FLOATS, matcher, reason_of_shape, reason_to_keep
 from distprune.files.checkpoint import Checkpoint, TensorEntry
-from distprune.files.errors import SelectionError
+from distprune.files.errors import SelectionError, translated
 from distprune.recipes import GroupRecipe, Recipe
 
 _OTHER = "not included"
@@ -159,10 +159,8 @@ def matched(
     """
     found: set[str] = set()
     for pattern in patterns:
-        try:
+        with translated(SelectionError, f"{field}: "):
             matching = list(filter(matcher(pattern), names))
-        except ValueError as error:
-            raise SelectionError(f"{field}: {error}") from error
         text = (
             f"{field}: {pattern!r} matches none of the {len(names)} tensors; a pattern has to "
             f"match the whole name of a tensor, such as {names[0]}, or of its module."
@@ -206,10 +204,8 @@ class Layouts:
         """
         shape, name = entry.shape, entry.name
         if name in self.given:
-            try:
+            with translated(SelectionError):
                 return layout_along(f"tensor {name}", shape, self.given[name])
-            except ValueError as error:
-                raise SelectionError(str(error)) from error
         if len(shape) < 2:
             return Layout(1, entry.numel)
         *outer, rows, columns = shape

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distprune.files import errors
-from distprune.files.errors import RanksError, explained
+from distprune.files.errors import RanksError, explained, translated
 from distprune.ranks.collectives import Communicator, Op, world
 
 T = TypeVar("T")
@@ -66,10 +66,8 @@ class Team(Communicator):
 
     def compare(self, facts: Sequence[tuple[str, str]]) -> None:
         """Raise RanksError on every rank if the ranks differ in a fact; names the fact."""
-        try:
+        with translated(RanksError):
             self.agree(facts)
-        except ValueError as error:
-            raise RanksError(str(error)) from error
 
     def from_leader(self, function: Callable[[], T]) -> T:
         """Call a function on the leader; every rank returns its result, which must be JSON."""
