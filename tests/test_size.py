@@ -22,10 +22,10 @@ ROOMS = {
     "budgets.py": (212, 1),
     "call": (805, 5),
     "checkpoint.py": (208, 1),
-    "cli": (1216, 8),
+    "cli": (1234, 8),
     "criteria": (676, 3),
     "dynamic.py": (128, 1),
-    "files": (2417, 13),
+    "files": (2433, 13),
     "integrations": (785, 6),
     "language_models": (1680, 10),
     "layouts.py": (13, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19971, 120)
+TOTAL = (20005, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29139, "launch": 831}
+FOLDERS = {"tests": 29164, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

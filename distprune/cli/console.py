@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -145,6 +146,20 @@ def show_counts(terminal: Terminal, tensors: Iterable[TensorReport]) -> None:
     counts = [(t.name, t.num_elements, t.num_pruned) for t in tensors]
     rows = [(name, size, pruned, format_percent(pruned, size)) for name, size, pruned in counts]
     terminal.table(("tensor", *numbers), rows, right=numbers)
+
+
+def discard_unfinished(terminal: Terminal, destination: Path) -> None:
+    """Remove the unfinished results of a destination, and write which they were."""
+    from distprune.files.disk import discard
+
+    if not terminal.is_leader:
+        return
+    removed = list(map(str, discard(destination)))
+    if terminal.as_json:
+        terminal.json({"discarded": removed})
+    else:
+        nothing = f"There is no unfinished result of {destination}."
+        terminal.text(f"Removed {', '.join(removed)}." if removed else nothing)
 
 
 # Magnitudes alone ruined the language model that was measured; docs/criteria.md has the table.

@@ -33,6 +33,8 @@ def apply(given: WritingOptions, masks: Path, src: Path, dst: Path) -> None:
     from distprune.files.team import process_group
 
     terminal = given.terminal()
+    if given.discard:
+        return console.discard_unfinished(terminal, dst)
     with process_group(given.timeout) as team, console.Meter(terminal) as meter:
         checkpoint = team.run(lambda: open_checkpoint(src))
         console.note_files(terminal, checkpoint)

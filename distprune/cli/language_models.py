@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from distprune.cli.console import Meter, Terminal, counted, time_text
+from distprune.cli.console import Meter, Terminal, counted, discard_unfinished, time_text
 from distprune.cli.options import Options, RanksOptions, command
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.disk import write_atomically
@@ -417,6 +417,7 @@ class ShrinkOptions(CalibrationRunOptions, RanksOptions):
     unseen_first: bool = Field(
         False, description="Experts to which no token comes go first, in place of last."
     )
+    discard: bool = Field(False, description="Only remove the unfinished result beside OUT.")
 
 
 @command("shrink", ShrinkOptions, "MODEL", "OUT")
@@ -437,6 +438,8 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
     distprune shrink Qwen3-30B-A3B OUT --experts 0.25
     """
     terminal = given.terminal()
+    if given.discard:
+        return discard_unfinished(terminal, out)
     ranks = on_ranks_with_text(given, model, given.timeout, terminal)
     with ranks as (kind, tokenizer, read, meter), translated(SelectionError):
         from distprune import streaming

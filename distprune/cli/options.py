@@ -58,8 +58,9 @@ class RanksOptions(Options):
 
 
 class WritingOptions(ListingOptions, RanksOptions):
-    """How a result is written."""
+    """How a result is written, and what becomes of results at its place."""
 
+    discard: bool = Field(False, description="Only remove the unfinished result beside DST.")
     force: bool = Field(False, description="Replace a finished result at DST.")
 
 

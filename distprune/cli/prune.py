@@ -21,7 +21,7 @@ from distprune.cli.options import (
     option_name,
 )
 from distprune.files.checkpoint import open_checkpoint
-from distprune.files.disk import folder_bytes, free_bytes
+from distprune.files.disk import folder_bytes, free_bytes, partial_folders
 from distprune.files.errors import OutputError, SelectionError, format_size, translated
 from distprune.files.selecting import pattern_of
 from distprune.recipes import Recipe, read_keys
@@ -159,6 +159,8 @@ def prune(given: PruneOptions, keys: dict[str, Any], src: Path, dst: Path) -> No
     torchrun --nproc-per-node 8 -m distprune prune SRC DST -r semi_structured_2_4
     """
     terminal = given.terminal()
+    if given.discard:
+        return console.discard_unfinished(terminal, dst)
     choice = given.choose(src, keys)
     if choice.length:
         report = _prune_by_text(terminal, given, choice, src, dst)
@@ -399,8 +401,7 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict
         path = destination.absolute()
         if not path.parent.is_dir():
             raise OutputError(f"{path.parent} is not a folder; create it first.")
-        unfinished = [p for p in path.parent.iterdir() if p.name.startswith(f"{path.name}.partial")]
-        num_written = sum(map(folder_bytes, unfinished))
+        num_written = sum(map(folder_bytes, partial_folders(path)))
         cost["missing_bytes"] = max(writes + other_bytes - num_written, 0)
         cost["free_bytes"] = free_bytes(path.parent)
     return cost

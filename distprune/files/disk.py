@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from distprune.files.errors import CheckpointError, OutputError, printable
 SIDECAR = "distprune"  # the folder, inside a result, of masks and report
 REPORT_FILE = f"{SIDECAR}/report.json"
 WORK = f"{SIDECAR}/work"  # the folder, inside an unfinished result, of what later runs need
-DISCARD_HINT = "delete it"
+DISCARD_HINT = "add --discard to that command to remove it"
 # Bytes of a slab: what is computed from one stays in the caches. A longer block is a slab itself.
 SLAB_BYTES = 1 << 20
 
@@ -360,6 +361,30 @@ def new_folder(destination: Path, num_bytes: int) -> Iterator[Path]:
             publish(destination)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def partial_folders(destination: Path) -> list[Path]:
+    """The folders of unfinished results of a destination, whichever command made them."""
+    of_text = r"(\.partial-text-[0-9]+)?"
+    pattern = re.compile(re.escape(destination.name) + of_text + r"\.partial(-text(-[0-9]+)?)?")
+    with writing(destination.parent):
+        names = sorted(os.listdir(destination.parent))
+    return [destination.with_name(name) for name in names if pattern.fullmatch(name)]
+
+
+def discard(destination: Path) -> list[Path]:
+    """Remove the unfinished results of a destination, and return their paths; it stays itself.
+
+    Raises:
+        OutputError: a run is at work there, or a folder cannot be removed.
+    """
+    target = destination.absolute()
+    with locked(target):
+        folders = partial_folders(target)
+        for folder in folders:
+            with writing(folder):
+                shutil.rmtree(folder)
+    return folders
 
 
 def partial_folder(destination: Path) -> Path:

@@ -64,7 +64,7 @@ def prune(
 
     The destination appears by one rename at the end, or not at all. The next call with the same
     plan makes the files that an interrupted run has not finished (in ``destination.partial``);
-    delete that folder to give up. If the same plan has made the destination
+    :func:`~distprune.files.disk.discard` removes them. If the same plan has made the destination
     already, nothing is done.
 
     Args:

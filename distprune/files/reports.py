@@ -222,7 +222,8 @@ def make_report(
         if total != group.num_to_prune:
             raise OutputError(
                 f"{total} elements were pruned; the plan says {group.num_to_prune}. Unfinished "
-                "files were changed during the run; delete them, and run the same command again."
+                "files were changed during the run. Run the same command with --discard, and then "
+                "again without."
             )
         found: dict[str, Any] = {}
         if each.common is not None:

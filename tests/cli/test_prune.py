@@ -150,7 +150,7 @@ def test_a_source_that_is_sparse_already(tmp_path, way):
     assert zeros == {f"layers.{i}.weight": 100 * (i in (1, 2)) for i in range(4)}
 
 
-# ``--force`` replaces finished results only; a run that goes on after a signal.
+# ``--force`` replaces finished results only; ``--discard``; a run that goes on after a signal.
 
 
 RUN_OF_FORCE = ("distprune/report.json",)
@@ -288,3 +288,13 @@ def test_the_same_command_goes_on_after_a_signal(run, command, tmp_path):
         assert interrupted(tmp_path, command, name) == code
     done = run(*command)
     assert done.code == 0 and "Resuming: " in done.err
+
+
+def test_discard_gives_up(run, command, tmp_path):
+    before = {path.name for path in tmp_path.iterdir()}
+    interrupted(tmp_path, command)
+    assert "Removed " in run(*command, "--discard").out
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert "There is no unfinished result" in run(*command, "--discard").out
+    interrupted(tmp_path, command)
+    assert len(run(*command, "--discard", "--json").json["discarded"]) == 1

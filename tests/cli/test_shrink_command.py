@@ -94,9 +94,12 @@ def test_a_model_that_does_not_fit_in_memory_is_shrunk_by_given_text(
 
 
 def test_a_command_that_was_killed_goes_on(run, made, tmp_path, monkeypatch):
-    """Also between the result and its card."""
+    """Also between the result and its card; ``--discard`` removes what it left."""
     model, text = made
     command = ["shrink", model, tmp_path / "out", *NEURONS, *SIZES, "--text", text, "--eval", text]
+    assert not killed_after(6, monkeypatch, lambda: run(*command))
+    assert "Removed " in run("shrink", model, tmp_path / "out", "--discard").out
+    assert not list(tmp_path.glob("out*"))
     assert not killed_after(6, monkeypatch, lambda: run(*command))
     with monkeypatch.context() as patch:
         patch.setattr(streaming, "perplexity", None)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distprune.files import disk, planning, pruning, team
 from distprune.files.checkpoint import open_checkpoint
-from distprune.files.disk import locked
+from distprune.files.disk import discard, locked
 from distprune.files.errors import CheckpointError, FilesError, NaNError, OutputError, RanksError
 from distprune.testing import RankError, run_ranks
 from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
@@ -196,6 +196,22 @@ def test_another_recipe_or_source_does_not_take_up_what_is_unfinished(source, tm
     assert tree_digest(tmp_path / "target.partial") == before
 
 
+def test_discard_removes_what_is_left_and_nothing_else(source, tmp_path):
+    target = tmp_path / "target"
+    stopped(source, target)
+    for name in ("target.partial-mine", "target.partial.bak", "targets"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "target.partial-text").mkdir()
+    with locked(target), pytest.raises(OutputError, match="at work"):
+        discard(target)
+    assert discard(target) == [tmp_path / "target.partial", tmp_path / "target.partial-text"]
+    assert beside(target) == {"target.partial-mine", "target.partial.bak", "targets"}
+    assert discard(target) == []
+    prune(source, target)
+    before = tree_digest(target)
+    assert discard(target) == [] and tree_digest(target) == before
+
+
 def test_destinations_that_are_refused(source, tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
@@ -268,7 +284,7 @@ def test_a_source_that_changes_is_an_error(source, tmp_path):
             pruning.prune(plan, tmp_path / "target")
         assert not (tmp_path / "target").exists()
         path.write_bytes(whole)
-        shutil.rmtree(tmp_path / "target.partial", ignore_errors=True)
+        discard(tmp_path / "target")
     prune(source, tmp_path / "masks")
     masks = tmp_path / "masks/distprune/masks.safetensors"
     with (

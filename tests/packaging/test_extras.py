@@ -72,7 +72,7 @@ def extras_of(words):
         return ()
     if "--plot" in words:
         return "cli", "plot"
-    by_weights = {"--score", "--scores", "--statistics"}
+    by_weights = {"--score", "--scores", "--statistics", "--discard"}
     if words[0] in ("eval", "calibrate", "write-text", "shrink") or (
         words[0] in ("prune", "plan") and by_weights.isdisjoint(words)
     ):
