@@ -27,7 +27,7 @@ ROOMS = {
     "dynamic.py": (128, 1),
     "files": (2433, 13),
     "integrations": (785, 6),
-    "language_models": (1680, 10),
+    "language_models": (1667, 10),
     "layouts.py": (13, 1),
     "masks": (437, 3),
     "methods": (672, 4),
@@ -38,15 +38,15 @@ ROOMS = {
     "schedule.py": (214, 1),
     "selftest.py": (321, 1),
     "shards": (797, 5),
-    "statistics": (1377, 6),
-    "streaming": (1502, 7),
+    "statistics": (1368, 6),
+    "streaming": (1486, 7),
     "testing.py": (231, 1),
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (20005, 120)
+TOTAL = (19967, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29164, "launch": 831}
+FOLDERS = {"tests": 29163, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

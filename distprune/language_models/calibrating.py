@@ -112,12 +112,9 @@ def calibrate(
             arguments = {"logits_to_keep": 1} if _is_without_logits(model, collected) else {}
             with collected.collecting():
                 for step in steps:
-
-                    def forward(step: running.Step = step) -> None:
-                        with _batch_of(collected, windows, step):
-                            running.output_of(model, windows.tokens[step.rows], **arguments)
-
-                    communicator.run(forward)
+                    tokens = windows.tokens[step.rows]
+                    with _batch_of(collected, windows, step):
+                        communicator.run(partial(running.output_of, model, tokens, **arguments))
                     finished(step.num_in_step)
         else:
             # A unit is the batch of a rank, or the batches of a step; see [Note: losses].
@@ -241,7 +238,6 @@ def prune_block_by_block(
     *,
     batch_size: int = 1,
     progress: running.Report | None = None,
-    storage: torch.device | str | None = None,
 ) -> list[R]:
     """Prune each decoder layer by the inputs that the pruned layers before it give. Collective.
 
@@ -264,8 +260,6 @@ def prune_block_by_block(
         prune_block: prunes the (module, name) pairs that it gets.
         batch_size: windows that a rank runs at a time.
         progress: called after every step, on every rank. Each layer runs all windows.
-        storage: where each window's hidden states are kept, such as "cpu"; by default where the
-            model is.
 
     Returns:
         What ``prune_block`` returned for each layer that has parameters.
@@ -275,8 +269,8 @@ def prune_block_by_block(
         RuntimeError: as ``prune_sequentially``.
         NotImplementedError: layers that cannot run one by one; see hidden_states.[Note: a chain].
 
-    Cost: a forward of the model for each window, and two of each decoder layer; in ``storage`` the
-    hidden states of this rank's windows, tokens x width elements.
+    Cost: a forward of the model for each window, and two of each decoder layer; memory for
+    the hidden states of this rank's windows, tokens x width elements.
     """
     ranks, communicator = running.check_same(model, windows, batch_size), world()
     blocks = communicator.run(lambda: decoder_blocks(model))
@@ -284,9 +278,9 @@ def prune_block_by_block(
     num_runs = sum(any(id(module) in owners for module in block.modules()) for block in blocks)
     steps = running.steps_of(len(windows), batch_size, ranks)
     finished = running.reporter("calibrate", num_runs * len(windows), progress)
-    states = communicator.run(lambda: HiddenStates(blocks, storage))
+    states = communicator.run(lambda: HiddenStates(blocks))
 
-    def collect(number: int, position: int) -> None:
+    def run(number: int, position: int) -> None:
         step = steps[position]
         # FSDP communicates in the forward, also in that of a step that does not count.
         with _batch_of(statistics, windows, step):
@@ -304,8 +298,8 @@ def prune_block_by_block(
                 "share state, or FSDP1 is around several): expected layers that are called with "
                 "what the one before returned. prune_sequentially runs the whole model."
             )
-        runs: Any = {"run_block": collect, "advance": states.advance}
-        return prune_sequentially(statistics, model, blocks, steps, prune_block, **runs)
+        how: Any = {"run": run, "advance": states.advance}
+        return prune_sequentially(statistics, model, blocks, range(len(steps)), prune_block, **how)
 
 
 # The weights of transformers' fused experts; those of JetMoe are called "weight".

@@ -33,7 +33,6 @@ class HiddenStates:
 
     Args:
         blocks: the decoder layers, in the order in which they run.
-        storage: where the hidden states are kept; None: where they come from.
 
     Attributes:
         is_chain: whether layers can run on their own; see [Note: a chain]. Of this rank.
@@ -41,11 +40,8 @@ class HiddenStates:
             dictionary of keys and values.
     """
 
-    def __init__(
-        self, blocks: Sequence[nn.Module], storage: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = list(blocks)
-        self._storage = storage
         self._states: list[Tensor] = []
         # What layers are called with beside the hidden states, by batch.
         self._arguments: list[list[Arguments]] = []
@@ -94,8 +90,7 @@ class HiddenStates:
 
     def keep(self, stage: int, batch: int, state: Tensor) -> None:
         """Keep the hidden states of a batch before a layer, in place of those before the last."""
-        kept = state.detach().to(self._storage or state.device, copy=True)
-        self._states[batch : batch + 1] = [kept]
+        self._states[batch : batch + 1] = [state.detach().clone()]
 
     def state(self, stage: int, batch: int) -> Tensor:
         """What was kept of a batch."""

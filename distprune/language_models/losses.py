@@ -75,18 +75,14 @@ class BatchLosses:
             TypeError: the model returns no logits.
             ValueError: the loss is not finite; names the first window.
         """
-        loss = self.mean(windows.tokens[rows])
+        ids = on_device_of(self._model, windows.tokens[rows])
+        loss = self._mean(ids, ids[:, 1:].flatten())
         if not bool(loss.detach().isfinite()):
             text = windows.texts[int(windows.text_of[rows.start])]
             raise ValueError(
                 f"the loss of window {rows.start} ({text}) is {float(loss.detach())}; {FINITE}"
             )
         return loss
-
-    def mean(self, tokens: Tensor) -> Tensor:
-        """The mean of the negative log-likelihoods of the tokens of each row but its first."""
-        ids = on_device_of(self._model, tokens)
-        return self._mean(ids, ids[:, 1:].flatten())
 
     def prediction(self, tokens: Tensor) -> Prediction:
         """What the model says about the next tokens, without gradients."""
@@ -129,9 +125,15 @@ class BatchLosses:
             TypeError: the model returns no logits.
         """
         ids = on_device_of(self._model, tokens)
+
+        def means(states: Tensor, head: Head | None) -> Tensor:
+            pairs = zip(states[:, :-1], ids[:, 1:], strict=True)
+            return torch.stack([_mean_loss(window, head, targets) for window, targets in pairs])
+
         with torch.no_grad():
-            logits, losses = self._run(ids, lambda states, head: nll_of_windows(states, ids, head))
-            return nll_of_windows(logits, ids) if losses is None else losses
+            logits, found = self._run(ids, means)
+            found = means(logits, None) if found is None else found
+        return found.double().cpu() * (ids.shape[1] - 1)
 
     def _run(
         self, ids: Tensor, reduce: Callable[[Tensor, Head], Tensor]
@@ -232,7 +234,11 @@ class _MeanLoss(torch.autograd.Function):
 
 
 def _mean_loss(states: Tensor, head: Head | None, targets: Tensor) -> Tensor:
-    loss: Tensor = _MeanLoss.apply(states, *(head or (None, None)), targets)  # type: ignore[no-untyped-call]
+    """:class:`_MeanLoss` of the weight and the bias of a head."""
+    weight, bias = head or (None, None)
+    if weight is not None and not torch.is_grad_enabled():  # else it makes gradients all the same
+        weight, bias = weight.detach(), bias if bias is None else bias.detach()
+    loss: Tensor = _MeanLoss.apply(states, weight, bias, targets)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -255,31 +261,6 @@ class _StandIn(torch.autograd.Function):
 def _stand_in(value: Tensor, number: Tensor, shape: tuple[int, ...]) -> Tensor:
     result: Tensor = _StandIn.apply(value, number, shape)  # type: ignore[no-untyped-call]
     return result
-
-
-def nll_of_windows(states: Tensor, ids: Tensor, head: Head | None = None) -> Tensor:
-    """The negative log-likelihood of each window: of all its tokens but the first, in nats.
-
-    Args:
-        states: [windows, length, features], what the head is called with; without a head, the
-            logits. They are converted to fp32, slice by slice.
-        ids: int64 [windows, length].
-
-    Returns:
-        float64 [windows], on the CPU.
-    """
-    num_rows = max(1, SLICE // (states.shape[2] if head is None else head[0].shape[0]))
-    losses = torch.zeros(len(ids), dtype=torch.float64, device=states.device)
-    for window, (given, targets) in enumerate(zip(states, ids[:, 1:], strict=True)):
-        for start in range(0, len(targets), num_rows):
-            expected = targets[start : start + num_rows]
-            # The last position predicts what is not in the window.
-            logits = given[start : start + len(expected)]
-            logits = logits if head is None else functional.linear(logits, *head)
-            with torch.autocast(logits.device.type, enabled=False):
-                of_tokens = functional.cross_entropy(logits.float(), expected, reduction="none")
-            losses[window] += of_tokens.double().sum()
-    return losses.cpu()
 
 
 def logits_of(output: Any) -> Tensor:
@@ -361,11 +342,11 @@ def perplexity(
     """The perplexity of texts under a model. Collective over all ranks.
 
     The data-parallel ranks share the windows (see running.[Note: steps]); the ranks of a
-    tensor-parallel group compute together. Each window's negative log-likelihoods are computed from
-    its logits in fp32 and summed in fp64. The sums are added without rounding (``math.fsum``), so
-    the result depends on the ranks only as far as the logits do. With DDP, or without a wrapper, it
-    is bit-equal on any number of ranks whose kernels are the same; tensor parallelism adds
-    in another order and is equal up to rounding.
+    tensor-parallel group compute together. The mean loss of each window is computed from its logits
+    in fp32. Windows are added without rounding (``math.fsum``), so the result depends on the ranks
+    only as far as the logits do. With DDP, or without a wrapper, it is bit-equal on any number of
+    ranks whose kernels are the same; tensor parallelism adds in another order and is equal up to
+    rounding.
 
     The model is in evaluation mode meanwhile, without gradients and without a cache.
 

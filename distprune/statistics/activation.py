@@ -425,8 +425,7 @@ def prune_sequentially(
     batches: Iterable[Any],
     prune_block: Callable[[list[NamedParameter]], R],
     *,
-    forward: Callable[[Any], object] | None = None,
-    run_block: Callable[[int, int], None] | None = None,
+    run: Callable[[int, Any], object] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> list[R]:
     """Collect statistics of one block after the other, and prune each before the next. Collective.
@@ -451,12 +450,12 @@ def prune_sequentially(
             Ranks of DDP, or without a wrapper, may have unequal numbers of them.
         prune_block: prunes the parameters that it gets, (module, name) pairs; what it returns is
             collected.
-        forward: runs the model on a batch, and takes care of padding (``statistics.batch``). By
-            default a mapping becomes keyword arguments, a tuple or list arguments, and an
-            ``attention_mask`` [batch, tokens] in a mapping says what is padding.
-        run_block: runs only a block on a batch, by their numbers, where this is known to be the
-            same as a forward of the model: on what the blocks before have returned.
-        advance: with ``run_block``, runs a block on all batches: what it returns is for the next.
+        run: runs the model, or only the block of a number where this gives the same, on a batch,
+            and takes care of padding (``statistics.batch``). By default the model runs: a mapping
+            becomes keyword arguments, a tuple or list arguments, and an ``attention_mask``
+            [batch, tokens] in a mapping says what is padding.
+        advance: runs the block of a number on all batches, after its pruning: what it returns is
+            for the next.
 
     Returns:
         What ``prune_block`` returned for each block that has parameters.
@@ -494,13 +493,8 @@ def prune_sequentially(
         for number, parameters in enumerate(of_block[: last + 1]):
             if parameters:
                 with statistics._collecting(parameters):
-                    for position, batch in enumerate(batches):
-                        if run_block is not None:
-                            run_block(number, position)
-                        elif forward is not None:
-                            forward(batch)
-                        else:
-                            _run(statistics, model, batch)
+                    for batch in batches:
+                        run(number, batch) if run else _run(statistics, model, batch)
                 pairs = [NamedParameter(*p.places[0], p.label) for p in parameters]
                 results.append(prune_block(pairs))
                 statistics.forget(pairs)

@@ -153,26 +153,16 @@ class LayerPasses:
             if number in done:
                 continue
             self.communicator.agree()  # an error of a rank in the layer before
-            streamed = self._streamed_for(name)
-            with streamed.layer(number):
+            with self.streamed.layer(number):
                 yield number
             done = [*done, number]
             self.work.record(name, done)
             finished(len(self.settings.windows) * _WEIGHTS[name])
 
-    def _streamed_for(self, name: str) -> StreamedModel:
-        """The model that a pass or a stream of a name runs."""
-        return self.streamed
-
     def _stream(self, name: str, windows: TokenWindows) -> WindowStream:
         size, place = self.settings.batch_size, self.work.folder("states") / name
-        streamed = self._streamed_for(name)
-        states = [
-            {"after": "update", "polished": "after", "teacher": "teacher"}.get(name, "forward")
-        ]
-        steps = {"gradient": ["head", "backward"], "state": states}
-        make = partial(WindowStream, streamed, windows, size, place)
-        return self.communicator.run(lambda: make(lambda kind: self.work.forget(steps[kind])))
+        make = partial(WindowStream, self.streamed, windows, size, place, self.work.forget)
+        return self.communicator.run(make)
 
 
 @dataclass(frozen=True)
@@ -208,7 +198,8 @@ class Passes(LayerPasses):
         if evaluation is not None and self.before is None:
             held_out = [self._stream("before", evaluation)]
         names = [*settings.passes, *(["teacher"] if settings.polish and self.teacher else [])]
-        layers = partial(self._layers, self._finished("prune", dict.fromkeys(names, numbers)))
+        finished = self._finished("prune", dict.fromkeys(names, numbers))
+        layers = partial(self._layers, finished)
         for number in layers("forward", numbers):
             if settings.collects == "activations" and self.stored.parameters[number]:
                 statistics = ActivationStatistics(self.stored.parameters[number], allow_empty="*")
@@ -244,7 +235,7 @@ class Passes(LayerPasses):
         if settings.polish:
             assert masks is not None
             moved = "polished"
-            self._polish(dense, masks, layers)
+            self._polish(dense, masks, finished)
             # What runs from now on has the polished weights.
             self.streamed.entries |= self.communicator.run(lambda: _entries_in(work.folder(moved)))
         if "after" in settings.passes and evaluation is not None:
@@ -264,9 +255,6 @@ class Passes(LayerPasses):
         }
         values = self.communicator.run(lambda: _entries_in(work.folder(moved)))
         return recipe, KeptValues(facts, values), masks
-
-    def _streamed_for(self, name: str) -> StreamedModel:
-        return self.teacher if name == "teacher" and self.teacher else self.streamed
 
     def _differentiate(self, stream: WindowStream, number: int) -> None:
         """Collect what scores are made of from the gradients of a layer, and write it."""
@@ -322,18 +310,17 @@ class Passes(LayerPasses):
         return settings.recipe.model_copy(update=added)
 
     def _polish(
-        self,
-        dense: WindowStream,
-        masks: RankedTensors,
-        layers: Callable[[str, Iterable[int]], Iterator[int]],
+        self, dense: WindowStream, masks: RankedTensors, finished_layer: Callable[[int], None]
     ) -> None:
         """Train the pruned model, which is whole in memory, towards the dense one."""
         settings, work, communicator = self.settings, self.work, self.communicator
         if work.get("polish") is not None:
             return
         if self.teacher is not None:
-            dense = self._stream("teacher", settings.windows)
-            for number in layers("teacher", range(len(self.teacher.layers))):
+            passes = LayerPasses(self.teacher, settings, work)
+            numbers = range(len(self.teacher.layers))
+            dense = passes._stream("teacher", settings.windows)
+            for number in passes._layers(finished_layer, "teacher", numbers):
                 dense.advance(number)
                 dense.remove("state", number - 1)
 

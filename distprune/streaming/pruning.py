@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +43,7 @@ from distprune.reconstruction import DAMPING
 from distprune.statistics.parameters import layout_of
 from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.passes import Passes, Settings, TextSettings, Update
-from distprune.streaming.work import Work
+from distprune.streaming.work import Work, digest_of
 
 OWN_TEXT_FILE = f"{SIDECAR}/own_text.safetensors"  # of a result
 # What Python, torch, transformers, a large tokenizer and the solver's temporaries take.
@@ -305,26 +303,21 @@ def prune_folder(
     )  # fmt: skip
 
     def check(target: Path, checkpoint: Checkpoint) -> None:
+        """Before what takes long."""
+        _check_request(settings, kept, rounds)
         check_destination(target, [file.path for file in checkpoint.all_files], replaces=replace)
+        _open(source, settings)
 
     if own_text is not None:
-
-        def check_all(target: Path, checkpoint: Checkpoint) -> None:
-            """Before what takes long."""
-            _check_request(settings, kept, rounds)
-            check(target, checkpoint)
-            _open(source, settings)
-
-        own, files[OWN_TEXT_FILE] = own_text_of(source, destination, own_text, settings, check_all)
+        own, files[OWN_TEXT_FILE] = own_text_of(source, destination, own_text, settings, check)
         both = own if windows is None else windows + own
         settings = dataclasses.replace(settings, windows=both)
 
     def begin() -> tuple[Path, dict[str, Any], str]:
         checkpoint = open_checkpoint(source)
         target = resolve_destination(destination, checkpoint.root)
-        _check_request(settings, kept, rounds)
         facts = settings.facts(checkpoint) | {"rounds": list(rounds)}
-        text = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        text = digest_of(facts)
         if _finished(target, text) is None:
             check(target, checkpoint)
         return target, facts, text
@@ -509,7 +502,7 @@ def own_text_of(
         checkpoint = open_checkpoint(source)
         target = resolve_destination(destination, checkpoint.root)
         facts = [source_facts(checkpoint), asked.windows, asked.length, asked.seed]
-        made_by = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        made_by = digest_of(facts)
         work = target.with_name(f"{target.name}.partial-text") / Path(OWN_TEXT_FILE).name
         places = (target / OWN_TEXT_FILE, work)
         found = [place for place in places if place.exists() and origin_of(place) == made_by]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -48,7 +47,7 @@ from distprune.streaming.pruning import (
     bytes_of_states,
     own_text_of,
 )
-from distprune.streaming.work import Work
+from distprune.streaming.work import Work, digest_of
 
 RECORD_FILE = f"{disk.SIDECAR}/shrunk.json"  # of a result
 
@@ -136,7 +135,7 @@ def shrink_folder(
         checkpoint = open_checkpoint(source)
         target = disk.resolve_destination(destination, checkpoint.root)
         facts = settings.facts(checkpoint) | shares | {"unseen_first": unseen_first}
-        made = _finished(target, _digest(facts))
+        made = _finished(target, digest_of(facts))
         if made is not None:
             return target, facts, made
         streamed, plan = check(target, checkpoint)
@@ -149,7 +148,7 @@ def shrink_folder(
         return target, facts, passes
 
     target, facts, passes = communicator.run(
-        begin, lambda found: [("text, options and model", _digest(found[1]))]
+        begin, lambda found: [("text, options and model", digest_of(found[1]))]
     )
     if isinstance(passes, ShrinkReport):
         say(f"{target} is finished: this command made it before. Nothing was changed.")
@@ -163,15 +162,11 @@ def shrink_folder(
             say(f"Resuming what is in {passes.work.path}.")
         with communicator.raising_everywhere():
             report = passes.run()
-    record = {"digest": _digest(facts), "report": asdict(report)}
+    record = {"digest": digest_of(facts), "report": asdict(report)}
     files[RECORD_FILE] = json.dumps(record, indent=1).encode()
     write_folder(target, source, num_bytes, partial(passes.save, files))
     passes.work.remove()
     return report
-
-
-def _digest(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _finished(target: Path, digest: str) -> ShrinkReport | None:

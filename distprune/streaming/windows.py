@@ -54,7 +54,7 @@ class WindowStream(HiddenStates):
         windows: the same on every rank.
         batch_size: windows that a rank runs at a time.
         place: the folder of the hidden states, which exists, and how their names begin.
-        forget: called before an error for a damaged file of a kind: "state" or "gradient".
+        forget: called before an error for a damaged file.
 
     Raises:
         ValueError: tokens or positions that the model does not have.
@@ -67,7 +67,7 @@ class WindowStream(HiddenStates):
         windows: TokenWindows,
         batch_size: int,
         place: Path,
-        forget: Callable[[str], None] = lambda kind: None,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(streamed.layers)
         self._streamed, self._windows, self._place = streamed, windows, place
@@ -202,7 +202,7 @@ class WindowStream(HiddenStates):
                 if (file.metadata() or {}).get("crc32") != str(_crc32(state)):
                     raise SafetensorError("it is not what was written")
         except (OSError, SafetensorError) as error:
-            self._forget(kind)
+            self._forget()
             raise damaged(path, error) from error
         return state
 

@@ -16,6 +16,7 @@ that no step changes, so that the result does not depend on where it was killed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -35,6 +36,11 @@ from distprune.files.errors import CheckpointError, OutputError
 from distprune.ranks.collectives import Communicator
 
 _FACTS, _PROGRESS = "facts.json", "progress.json"
+
+
+def digest_of(facts: Any) -> str:
+    """A hash of what decides a result, as JSON."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 class Work:
@@ -134,10 +140,9 @@ class Work:
             self.record(step, run())
         return self._done[step]
 
-    def forget(self, steps: list[str]) -> None:
-        """Let the next run do steps again, of which this rank finds a file damaged. Local."""
-        kept = {step: value for step, value in self._done.items() if step not in steps}
-        write_atomically(self.path / _PROGRESS, json.dumps(kept).encode())
+    def forget(self) -> None:
+        """Let the next run do all steps again, because this rank finds a file damaged. Local."""
+        write_atomically(self.path / _PROGRESS, b"{}")
 
     def remove(self) -> None:
         """Remove the folder. Collective."""
@@ -167,6 +172,6 @@ def _progress_in(path: Path) -> dict[str, Any]:
 def damaged(path: Path, error: object) -> CheckpointError:
     """The error for a file of the folder that is missing or damaged."""
     return CheckpointError(
-        f"{path} is missing or damaged: {error}. Run the same command again: it goes on from what "
-        "is whole."
+        f"{path} is missing or damaged: {error}. Run the same command again: it makes its "
+        "files anew."
     )

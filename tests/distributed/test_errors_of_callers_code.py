@@ -114,7 +114,7 @@ def in_sequence(case: Case, prune_block, batches=None) -> None:
         [module for module, _ in case.weights],
         [case.batch] if batches is None else batches,
         partial(prune_block, statistics),
-        forward=case.forward,
+        run=lambda number, batch: case.forward(batch),
     )
 
 

@@ -715,7 +715,7 @@ def test_batches_may_be_tensors_tuples_or_mappings_with_a_mask():
     statistics, results = sequential(model, batches)
     assert results == [1, 1, 1]
     assert statistics.num_tokens() == {f"layers.{i}.0.weight": 3 * 6 + 3 for i in range(3)}
-    statistics, _ = sequential(model, [x], forward=lambda batch: model(batch[:1]))
+    statistics, _ = sequential(model, [x], run=lambda _, batch: model(batch[:1]))
     assert set(statistics.num_tokens().values()) == {3}
 
 

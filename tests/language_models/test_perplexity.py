@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distprune.files.errors import TextError
-from distprune.language_models import losses, perplexity, read_windows
+from distprune.language_models import TokenWindows, losses, perplexity, read_windows
 from distprune.testing import run_ranks
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import raised
@@ -70,7 +70,8 @@ def test_slices_of_logits_and_half_precision(folder, monkeypatch):
     # Logits of 8 bits are converted before the loss, not after.
     logits = torch.randn(1, 16, 264).bfloat16()
     exact = torch.nn.functional.cross_entropy(logits[0, :-1].double(), windows.tokens[0, 1:])
-    measured = losses.nll_of_windows(logits, windows.tokens[:1])
+    monkeypatch.setattr(losses.BatchLosses, "_run", lambda *_: (logits, None))
+    measured = losses.BatchLosses(model).of_windows(windows.tokens[:1])
     assert float(measured) == pytest.approx(15 * float(exact), rel=1e-6)
 
 
@@ -161,6 +162,7 @@ def test_ranks_that_differ_or_fail_raise_on_all(folder):
 
 
 IDS = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(0))
+TEXT = TokenWindows(("text",), IDS, torch.zeros(len(IDS), dtype=torch.int64), has_bos=False)
 SLICED = ["llama", "gpt2", "gemma3", "mixtral", "qwen2"]
 WHOLE = ["gemma2", "granitemoe", "bloom_with_hook"]
 
@@ -187,16 +189,15 @@ def model_of(family):
     return tiny_model(family)
 
 
-def both(model, ids):
+def both(model):
     """The mean loss and its gradients, and the losses of windows."""
     made = losses.BatchLosses(model)
     found = []
     for _ in range(2):  # the second batch is run in the way that the first one has shown
         model.zero_grad()
-        loss = made.mean(ids)
+        loss = made.of_batch(TEXT, slice(0, len(IDS)))
         loss.backward()
-        with torch.no_grad():
-            found.append((loss.detach(), gradients_of(model), made.of_windows(ids)))
+        found.append((loss.detach(), gradients_of(model), made.of_windows(IDS)))
     assert str(found[0]) == str(found[1])
     return found[0]
 
@@ -219,7 +220,7 @@ def test_they_are_the_models_own(family, monkeypatch):
 
     monkeypatch.setattr(losses, "SLICE", 3 * 40)
     with Rows() as rows:
-        loss, found, nll = both(model, IDS)
+        loss, found, nll = both(model)
     if family in WHOLE:
         assert rows.most >= 16
     else:
@@ -235,7 +236,7 @@ def test_they_are_the_models_own(family, monkeypatch):
     if family in SLICED:  # a head without a gradient is not run again in the backward
         model.lm_head.requires_grad_(False)
         with Rows() as rows:
-            loss_of_fixed, of_others, _ = both(model, IDS)
+            loss_of_fixed, of_others, _ = both(model)
         assert rows.most == 3 and loss_of_fixed.equal(loss)
         others = {name: found[name] for name, p in model.named_parameters() if p.requires_grad}
         assert of_others.keys() == others.keys() and len(others) > 2
@@ -250,12 +251,10 @@ def on_ranks(wrapping, size):
     made = losses.BatchLosses(model)
     with Traffic() as traffic:
         for _ in range(2):
-            loss = made.mean(IDS)
+            loss = made.of_batch(TEXT, slice(0, len(IDS)))
             loss.backward()
     gradients = [whole(parameter.grad).clone() for parameter in model.parameters()]
-    with torch.no_grad():
-        nll = made.of_windows(IDS)
-    return loss.item(), nll, gradients, traffic.calls
+    return loss.item(), made.of_windows(IDS), gradients, traffic.calls
 
 
 @pytest.mark.slow
