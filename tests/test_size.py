@@ -38,15 +38,15 @@ ROOMS = {
     "schedule.py": (214, 1),
     "selftest.py": (321, 1),
     "shards": (797, 5),
-    "statistics": (1368, 6),
+    "statistics": (1370, 6),
     "streaming": (1486, 7),
     "testing.py": (231, 1),
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19967, 120)
+TOTAL = (19969, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29163, "launch": 831}
+FOLDERS = {"tests": 29156, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -4,6 +4,12 @@
 parameters have met, one right after the other, are multiplied once, and added to the sum of exactly
 these parameters. The matrix of a parameter is the total of all sums that it is in: one, unless
 layers have met different rows in some calls.
+
+[Note: order] Ranks may share the calls of layers in any way, because these sums have no order. The
+product of the rows of one call is one term. Its element i, j is at most |x_i| |x_j|, the norms of
+both features in this call, and is rounded to a multiple of 2**-24 of that. The terms are added in
+fp64: this is exact, unless |x_i| |x_j| of a call is below 2**-27 of its sum over all calls. The sum
+over all ranks is rounded to fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from distprune.base.naming import NamedParameter
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.parameters import Entry, Pairs, Part, peers_of, product_of_rows
+from distprune.statistics.parameters import Entry, Pairs, Part, peers_of, product_of_rows, spans
 
 
 @dataclass(eq=False)
@@ -34,7 +40,7 @@ class LocalGram:
     Attributes:
         parameters: all of them, and no others.
         is_plain: whether the inputs do not tell which ranks have the same tokens.
-        matrices: by number, [inputs, inputs]; one that has met no row is missing.
+        matrices: by number, fp64 [inputs, inputs]; one that has met no row is missing.
     """
 
     parameters: set[Entry]
@@ -81,19 +87,21 @@ class GramMatrices(ActivationStatistics):
     weight has one matrix [inputs, inputs]; fused experts have one for each expert, of its own
     tokens; a convolution one for each of its groups, of the columns of the unfolded input.
 
-    Products are of fp32 (fp64 of fp64 inputs), and are added in fp32. One process that ran all
-    batches would have the same matrices to 1e-6 of the largest element; of integers, the same bits
-    as long as sums are below 2**24. Layers with the same input share one matrix while they have
-    met the same rows: the projections of an attention, of a gated unit. Under row-wise tensor
-    parallelism the ranks have a part of the features each: the inputs of such layers are gathered.
+    Products are of fp32, and so are the matrices. Ranks that share the batches have the bits of one
+    process that runs each of them with as many threads: see [Note: order]. Where tokens come to a
+    layer in other calls, matrices agree to 1e-6 of the largest element; of integers, they have the
+    same bits as long as sums are below 2**24. Layers with the same input share one matrix while
+    they have met the same rows: the projections of an attention, of a gated unit. Under row-wise
+    tensor parallelism the ranks have a part of the features each: the inputs of such layers are
+    gathered.
 
     Args, Raises: as :class:`ActivationStatistics`.
 
-    Cost: 4 bytes x inputs**2 for each different input on every rank while batches are collected
-    (:meth:`num_bytes` says it before), and the inputs of one call that is under way; per token
-    2 x inputs**2 operations. Once the matrices are asked for, each rank keeps a block of rows, and
-    4 bytes x inputs**2 / ranks: one reduce-scatter per matrix. Where this is too much, go
-    block by block: :func:`prune_sequentially` forgets the matrices of a block after its pruning.
+    Cost: 8 bytes x inputs**2 for each different input on every rank while batches are collected,
+    and the inputs of one call that is under way; per token 2 x inputs**2 operations. Once the
+    matrices are asked for, each rank keeps a block of rows, and 4 bytes x inputs**2 / ranks: one
+    reduce-scatter per matrix. Where this is too much, go block by block:
+    :func:`prune_sequentially` forgets the matrices of a block after its pruning.
 
     A file has the activation statistics without the matrices.
     """
@@ -107,14 +115,6 @@ class GramMatrices(ActivationStatistics):
         self._blocks: dict[Entry, GramBlock] = {}
         # The last rows, whose product is not added yet, and the parameters that have met them.
         self._last: tuple[Part, Tensor, list[Entry]] | None = None
-
-    def num_bytes(self, parameters: Pairs | None = None) -> int:
-        """Bytes of the matrices of some parameters, by default of all, if none is shared. Local.
-
-        That much memory a rank needs for them while it collects.
-        """
-        layouts = [layout for _, layout in self.layouts_of(parameters)]
-        return sum(4 * each.num_matrices * each.matrix_shape[1] ** 2 for each in layouts)
 
     def matrix(self, module: nn.Module, name: str = "weight") -> Tensor:
         """The Gram matrix of a parameter's inputs, over all ranks. Collective.
@@ -257,30 +257,29 @@ class GramMatrices(ActivationStatistics):
         num, size = layout.num_matrices, layout.matrix_shape[1]
         height = -(-size // communicator.size)
         before, grams = self._blocks.get(group[0]), self._counting(group[0])
-        local = [matrix for gram in grams for matrix in gram.matrices.values()]
-        level = bool(grams) + any(matrix.dtype == torch.float64 for matrix in local)
-        level = int(communicator.max(torch.tensor([level])))
-        if not level and before is not None:
+        is_new = bool(communicator.max(torch.tensor([len(grams)])))
+        if not is_new and before is not None:
             return
-        if not level and bool(group[0].sums[2].any()):
+        if not is_new and bool(group[0].sums[2].any()):
             raise RuntimeError(
                 f"{group[0].label}: its Gram matrix was forgotten, or was never collected, as in "
                 "statistics of a file; expected new GramMatrices, collected again."
             )
-        dtype = torch.float64 if level == 2 else torch.float32
-        device = local[0].device if local else torch.device("cpu")
+        devices = [matrix.device for gram in grams for matrix in gram.matrices.values()]
+        device = devices[0] if devices else torch.device("cpu")
 
         def pieces(number: int) -> Tensor:
-            total = torch.zeros(height * communicator.size, size, dtype=dtype, device=device)
+            shape = height * communicator.size, size
+            total = torch.zeros(shape, dtype=torch.float64, device=device)
             for gram in grams:
                 if number in gram.matrices:
                     total[:size] += gram.matrices[number].to(device)
             return total.view(communicator.size, -1)
 
-        rows = [
-            communicator.scatter_sum(communicator.run(partial(pieces, number))).view(height, size)
-            for number in range(num)
-        ]
+        rows = []
+        for number in range(num):
+            found = communicator.scatter_sum(communicator.run(partial(pieces, number)))
+            rows.append(found.view(height, size).float())
         if before is not None:
             rows = [new + earlier for new, earlier in zip(rows, before, strict=True)]
         block = tuple(rows)
@@ -341,7 +340,16 @@ class GramMatrices(ActivationStatistics):
         first = part.features.start // width
         with torch.inference_mode(False), torch.no_grad(), _full_precision():
             for number, columns in enumerate(torch.split(rows, width, 1), first):
-                product = product_of_rows(columns)
-                if number in gram.matrices:
-                    product = gram.matrices[number].add_(product.to(gram.matrices[number].device))
-                gram.matrices[number] = product
+                if number not in gram.matrices:
+                    shape = columns.shape[1], columns.shape[1]
+                    gram.matrices[number] = columns.new_zeros(shape, dtype=torch.float64)
+                add_product(gram.matrices[number], columns)
+
+
+def add_product(total: Tensor, rows: Tensor) -> None:
+    """Add the sum of x x^T over rows [tokens, inputs], rounded: see [Note: order]."""
+    product = product_of_rows(rows).to(total.device)
+    norms = product.diagonal().double().sqrt() * 2**14
+    for start, stop in spans(len(total), len(total), total.device):
+        shift = norms[start:stop, None] * norms  # 2**28 |x_i| |x_j|, of 53 bits
+        total[start:stop] += product[start:stop].double().add_(shift).sub_(shift)

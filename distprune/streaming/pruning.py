@@ -162,7 +162,7 @@ def bytes_of_states(streamed: StreamedModel, settings: TextSettings) -> int:
 def _bytes_of_update(weights: list[Tensor]) -> int:
     """Masks, new weights and what undoes them, Gram matrices, and two in fp64."""
     inputs = [(max(w.shape[-2:]), len(w)) if w.ndim == 3 else (w.shape[-1], 1) for w in weights]
-    grams = sum(4 * size**2 * number for size, number in inputs)
+    grams = sum(8 * size**2 * number for size, number in inputs)
     solver = max((8 * size**2 for size, _ in inputs), default=0)
     return grams + 2 * solver + sum(w.numel() + 3 * w.nbytes for w in weights)
 
@@ -283,7 +283,7 @@ def prune_folder(
     Cost: per window a forward for the hidden states, a forward and a backward for scores of
     gradients, and a forward for the update. Memory: one layer, for scores of gradients with these
     (and 12 bytes for each weight that has a score of its own), for the update with its Gram
-    matrices (4 bytes x inputs**2 for each different input) and the solver's copies of one matrix;
+    matrices (8 bytes x inputs**2 for each different input) and the solver's copies of one matrix;
     or embedding and head; and one batch. Disk: tokens x width x (layers + 3) elements, for the
     update a copy of the pruned tensors, and 4 bytes for each weight that has a
     score of its own; all are removed at the end, unless scores are kept. Reads of the

@@ -77,8 +77,8 @@ def shrink_folder(
     layer at a time is read, run on all windows, and freed. The ranks share the windows, and each
     reads every layer; the first one writes.
 
-    A run that was killed goes on at the layer where it was, and ends with the same bytes, on the
-    same number of ranks.
+    A run that was killed goes on at the layer where it was. Any number of ranks writes the same
+    bytes, with as many threads each.
 
     Args:
         source, destination, batch_size, dtype, device: as for :func:`prune_folder`.

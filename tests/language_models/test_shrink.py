@@ -10,8 +10,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from distprune import language_models
-from distprune.language_models import TokenWindows
-from distprune.testing import run_ranks
 from helpers.causal_language_models import small_model
 from helpers.streaming import tokens
 
@@ -257,26 +255,6 @@ def test_neurons_and_experts_go_together():
     assert found == [("experts", 2), ("experts", 2), ("neurons", 12)]
     assert (small.config.intermediate_size, small.config.n_routed_experts) == (12, 6)
     assert logits(small).isfinite().all()
-
-
-def shrunk(name, share, changes):
-    windows = TokenWindows(("text",), WINDOWS.tokens[:3], WINDOWS.text_of[:3], has_bos=False)
-    small, report = language_models.shrink(model_of(name, **changes), windows, round_to=2, **share)
-    return report, small.state_dict()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "share"),
-    [("LlamaForCausalLM", {"neurons": 0.25}), ("DeepseekV3ForCausalLM", {"experts": 0.25})],
-)
-def test_ranks_share_the_windows(name, share):
-    """Three windows do not divide among two ranks."""
-    alone, weights = shrunk(name, share, MIXTURES.get(name, {}))
-    for report, found in run_ranks(shrunk, 2, name, share, MIXTURES.get(name, {})):
-        for one, other in zip(alone.layers, report.layers, strict=True):
-            assert (one.removed, one.unseen) == (other.removed, other.unseen)
-        assert all(torch.allclose(weights[key], value, atol=1e-5) for key, value in found.items())
 
 
 @pytest.mark.parametrize(
