@@ -87,12 +87,13 @@ class CalibrationRunOptions(RunOptions):
             evaluation = read(self.eval_texts, self.eval_windows)
         return windows, evaluation
 
-    def writes_own_text(self, src: Path, needs: int, way_out: str) -> bool:
+    def writes_own_text(self, src: Path, needs: int, room: int, way_out: str) -> bool:
         """Whether the model writes text: as asked for, or else if it fits in memory.
 
         Args:
             src: the model.
             needs: bytes of memory that it takes.
+            room: bytes of memory that there are.
             way_out: what works without any text.
 
         Raises:
@@ -100,9 +101,6 @@ class CalibrationRunOptions(RunOptions):
         """
         if self.own_text is not None:
             return self.own_text
-        from distprune.streaming import room_of
-
-        room = room_of(kind_of_device(self.device))
         if needs > room and not self.texts:
             raise SelectionError(
                 f"{src} takes {format_size(needs)} of memory to write the text that it is pruned "
@@ -451,8 +449,8 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
         run["progress"] = meter.show
         shares: Any = given.model_dump(include={"neurons", "experts", "round_to", "unseen_first"})
         (windows, evaluation), own_text = given.read(read), None
-        needs = streaming.memory_of_own_text(model, length, dtype)
-        if given.writes_own_text(model, needs, "--no-own-text: the smallest neurons go"):
+        needs, room = streaming.memory_of_own_text(model, length, dtype), streaming.room_of(kind)
+        if given.writes_own_text(model, needs, room, "--no-own-text: the smallest neurons go"):
             own_text = streaming.OwnText(tokenizer, given.windows, length)
         report = streaming.shrink_folder(
             model,

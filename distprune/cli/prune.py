@@ -21,8 +21,8 @@ from distprune.cli.options import (
     option_name,
 )
 from distprune.files.checkpoint import open_checkpoint
-from distprune.files.disk import folder_bytes, free_bytes, partial_folders
-from distprune.files.errors import OutputError, SelectionError, format_size, translated
+from distprune.files.disk import folder_bytes, free_bytes, partial_folders, resolve_destination
+from distprune.files.errors import SelectionError, format_size, translated
 from distprune.files.selecting import pattern_of
 from distprune.recipes import Recipe, read_keys
 
@@ -74,29 +74,18 @@ class TextOptions(CalibrationRunOptions, ListingOptions):
                 )
             return Choice(make_recipe_from(self.recipe, keys), 0, False, 0)
         recipe, length = make_recipe_from(self.recipe, keys, score="fisher"), self.length_for(src)
-        room, needs = self._memory(src, recipe, length)
-        own_text = self.writes_own_text(src, needs["own text"], "--score magnitude")
-        polish = self.polish
-        if polish is None:
-            from distprune.language_models.polishing import STEPS
-
-            polish = STEPS * (needs["polish"] <= room)
-        return Choice(recipe, length, own_text, polish)
-
-    def _memory(self, src: Path, recipe: Recipe, length: int) -> tuple[int, dict[str, int]]:
-        """Bytes of memory that there are, and that each pass needs, with own text and a polish.
-
-        Raises:
-            SelectionError: the model cannot be pruned by text, or the extra is missing.
-        """
         try:
-            cost = self.cost(src, Choice(recipe, length, True, 1), self.windows)
-            from distprune.streaming import room_of
-
-            return room_of(kind_of_device(self.device)), cost.memory
+            needs = self.cost(src, Choice(recipe, length, True, 1), self.windows).memory
         except SelectionError as error:
             way_out = "--score magnitude prunes by the weights alone."
             raise SelectionError(f"{error} {way_out}") from error
+        from distprune.language_models.polishing import STEPS
+        from distprune.streaming import room_of
+
+        room = room_of(kind_of_device(self.device))
+        own_text = self.writes_own_text(src, needs["own text"], room, "--score magnitude")
+        polish = STEPS * (needs["polish"] <= room) if self.polish is None else self.polish
+        return Choice(recipe, length, own_text, polish)
 
     def cost(
         self, src: Path, choice: Choice, num_windows: int, num_evaluated: int = 0
@@ -398,9 +387,7 @@ def estimate(plan: Plan, destination: Path | None, other_bytes: int = 0) -> dict
     writes = size + masks + report
     cost = {"read_bytes": size + bytes_to_count(plan), "write_bytes": writes}
     if destination is not None:
-        path = destination.absolute()
-        if not path.parent.is_dir():
-            raise OutputError(f"{path.parent} is not a folder; create it first.")
+        path = resolve_destination(destination, plan.checkpoint.root)
         num_written = sum(map(folder_bytes, partial_folders(path)))
         cost["missing_bytes"] = max(writes + other_bytes - num_written, 0)
         cost["free_bytes"] = free_bytes(path.parent)

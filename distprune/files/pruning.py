@@ -34,7 +34,7 @@ from distprune.files import disk, errors, reports
 from distprune.files.checkpoint import Checkpoint, SourceFile, TensorEntry
 from distprune.files.mask_files import MASK_FILE, MaskFile, mask_header, open_masks, read_keep
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, KeptValues, Plan, digest_of
-from distprune.files.ranked import Piece, Pieces, RankedTensors
+from distprune.files.ranked import FileValues, Piece, Pieces, RankedTensors
 from distprune.files.reports import Counts, Report, TensorReport
 from distprune.files.team import Progress, Team
 from distprune.ranks.collectives import world
@@ -190,12 +190,10 @@ def apply(
 
 def masked_pieces(masks: MaskFile, entry: TensorEntry) -> Iterator[Piece]:
     """The elements of a stored tensor, and what an existing mask keeps of them: as ``Pieces``."""
-    dtype = np.dtype(PLAIN_FLOATS[entry.dtype].bits)
-    for run in disk.slabs(entry.numel, dtype.itemsize):
-        bits = np.empty(len(run), dtype)
-        place = entry.start + run.start * dtype.itemsize
-        disk.read_into(entry.path, [(place, bits.data.cast("B"))])
-        yield (run.start, bits, read_keep(masks, entry.name, run.start, run.stop))
+    values = FileValues(entry, lambda num_bytes: None)
+    for run in disk.slabs(entry.numel, values.dtype.itemsize):
+        keep = read_keep(masks, entry.name, run.start, run.stop)
+        yield run.start, values.hold(run), keep
 
 
 @dataclass
