@@ -31,7 +31,7 @@ ROOMS = {
     "layouts.py": (13, 1),
     "masks": (437, 3),
     "methods": (672, 4),
-    "ranking": (1671, 9),
+    "ranking": (1675, 9),
     "ranks": (323, 2),
     "recipes": (296, 1),
     "reconstruction.py": (288, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19959, 120)
+TOTAL = (19963, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29156, "launch": 831}
+FOLDERS = {"tests": 29169, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
@@ -171,13 +171,17 @@ def call_all(call: Callable[..., R], items: Sequence[tuple[Any, ...]], are_safe:
     results: list[Any] = [None] * len(items)
     places = iter(range(len(items)))  # each thread takes the next one
 
-    def work(_: int) -> None:
+    def work() -> None:
         scratch = Scratch()
         for i in places:
             results[i] = call(*items[i], scratch)
 
     with ThreadPoolExecutor(most) as threads:
-        list(threads.map(work, range(most)))
+        try:
+            for future in as_completed([threads.submit(work) for _ in range(most)]):
+                future.result()
+        finally:  # after an error, or Ctrl-C, nothing is left to do
+            list(places)
     return results
 
 

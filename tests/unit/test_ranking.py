@@ -1,6 +1,7 @@
 """A ranking over virtual ranks equals a sort, for any data, layout and number of ranks."""
 
 import math
+import time
 from itertools import product
 from unittest import mock
 
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune.ranking import ranking
+from distprune.ranking import chunks, ranking
 from distprune.ranking.ranking import COLLECT_ALL, Ranking
 from distprune.ranking.scores import key_range
 from distprune.ranks.collectives import Communicator
@@ -261,3 +262,19 @@ def test_nan_rank_last_by_index_where_they_are_allowed(k, kept):
     mask = torch.ones(5)
     zero_lowest(mask, scores, k)
     assert mask.tolist() == kept
+
+
+def test_an_error_in_one_thread_ends_the_others(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    called = []
+
+    def call(number, elements, scratch):
+        called.append(number)
+        time.sleep(0.01)
+        if number == 1:
+            raise OSError("the disk is gone")
+
+    items = [(number, range(chunks._THREADED_CHUNK)) for number in range(1000)]
+    with pytest.raises(OSError, match="the disk is gone"):
+        chunks.call_all(call, items, True)
+    assert len(called) < 100
