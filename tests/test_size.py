@@ -27,7 +27,7 @@ ROOMS = {
     "dynamic.py": (128, 1),
     "files": (2431, 13),
     "integrations": (785, 6),
-    "language_models": (1667, 10),
+    "language_models": (1663, 10),
     "layouts.py": (13, 1),
     "masks": (437, 3),
     "methods": (672, 4),
@@ -38,15 +38,15 @@ ROOMS = {
     "schedule.py": (214, 1),
     "selftest.py": (321, 1),
     "shards": (797, 5),
-    "statistics": (1370, 6),
-    "streaming": (1486, 7),
+    "statistics": (1365, 6),
+    "streaming": (1474, 7),
     "testing.py": (231, 1),
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19963, 120)
+TOTAL = (19942, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29169, "launch": 831}
+FOLDERS = {"tests": 29166, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

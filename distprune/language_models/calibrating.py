@@ -109,12 +109,13 @@ def calibrate(
         torch.inference_mode(False),
     ):
         if isinstance(collected, ActivationStatistics):
-            arguments = {"logits_to_keep": 1} if _is_without_logits(model, collected) else {}
+            run: Any = partial(
+                running.output_of, model, needs_logits=_reads_logits(model, collected)
+            )
             with collected.collecting():
                 for step in steps:
-                    tokens = windows.tokens[step.rows]
                     with _batch_of(collected, windows, step):
-                        communicator.run(partial(running.output_of, model, tokens, **arguments))
+                        communicator.run(partial(run, windows.tokens[step.rows]))
                     finished(step.num_in_step)
         else:
             # A unit is the batch of a rank, or the batches of a step; see [Note: losses].
@@ -201,11 +202,10 @@ def gradients_for(model: nn.Module, parameters: Iterable[Pair]) -> Iterator[None
         model.zero_grad()
 
 
-def _is_without_logits(model: nn.Module, statistics: ActivationStatistics) -> bool:
-    """Whether the model can leave out logits, which no statistics need."""
+def _reads_logits(model: nn.Module, statistics: ActivationStatistics) -> bool:
+    """Whether statistics are of the head of a model, or may be."""
     head = head_of(model)
-    is_read = head is None or any(module is head for module, _ in statistics.parameters)
-    return not is_read and running.accepts(model, "logits_to_keep")
+    return head is None or any(module is head for module, _ in statistics.parameters)
 
 
 R = TypeVar("R")
@@ -387,7 +387,7 @@ class TextScores:
 
     Args:
         model: plain or wrapped.
-        windows: of text, the same on every rank; None, if statistics are all that is asked for.
+        windows: of text, the same on every rank.
         parameters: (module, name) pairs.
         batch_size, progress: as for ``calibrate``.
 
@@ -402,7 +402,7 @@ class TextScores:
     def __init__(
         self,
         model: nn.Module,
-        windows: TokenWindows | None,
+        windows: TokenWindows,
         parameters: Iterable[Pair],
         *,
         batch_size: int = 1,
@@ -452,8 +452,6 @@ class TextScores:
 
     def _collected(self, empty: Collected) -> Collected:
         """Run the text."""
-        if self.windows is None:
-            raise ValueError("windows=None; expected text, from which the score is made.")
         calibrate(self.model, self.windows, empty, **self._options)
         return empty
 

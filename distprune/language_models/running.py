@@ -194,10 +194,14 @@ def accepts(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(unwrap(model).forward).parameters
 
 
-def output_of(model: nn.Module, tokens: Tensor, **arguments: Any) -> Any:
-    """What a model returns for tokens, int64 [windows, length], without keeping keys and values."""
-    if accepts(model, "use_cache"):
-        arguments["use_cache"] = False
+def output_of(model: nn.Module, tokens: Tensor, needs_logits: bool = True) -> Any:
+    """What a model returns for tokens, int64 [windows, length], without keeping keys and values.
+
+    If no logits are needed, they are of one position, of models that can leave out the others.
+    """
+    arguments: dict[str, Any] = {"use_cache": False} if accepts(model, "use_cache") else {}
+    if not needs_logits and accepts(model, "logits_to_keep"):
+        arguments["logits_to_keep"] = 1
     return model(input_ids=on_device_of(model, tokens), **arguments)
 
 

@@ -28,7 +28,6 @@ from distprune.language_models.calibrating import calibrate, prune_block_by_bloc
 from distprune.language_models.folders import require_extra
 from distprune.language_models.running import (
     Report,
-    accepts,
     check_same,
     in_eval_mode,
     output_of,
@@ -236,8 +235,9 @@ def plans_of(
     Raises: as :func:`shrink`, where it does not depend on weights or text.
     """
     pretrained = pretrained_model(model)
-    is_sharded = any(map(is_dtensor, model.parameters())) or bool(managed_parameters(model))
-    if pretrained is not model or is_sharded:
+    owned = {*map(id, model.modules())}  # others of this process may be sharded
+    is_sharded = any(owner in owned for owner, _ in managed_parameters(model))
+    if pretrained is not model or is_sharded or any(map(is_dtensor, model.parameters())):
         raise NotImplementedError(
             f"{type(model).__name__} is wrapped, sharded, or no model of transformers; expected a "
             'plain one on every rank: load_sharded(folder, wrap="none"), adapters merged into it.'
@@ -390,7 +390,7 @@ def _without_neurons(
     if windows is not None:
         statistics = GradientStatistics(pairs)
         calibrate(model, windows, statistics, **run)
-        factors = factors_of(statistics)
+        factors = {p.fqn: scores.terms[0] for p, scores in statistics.fisher().items()}
     kept = best(plan, [worth_of_neurons(model, layer, factors) for layer in plan.layers])
     if windows is None or damping is None:
         return cut(model, plan, kept), rows_of(plan, kept)
@@ -424,12 +424,8 @@ def weights_of_neurons(model: nn.Module, layer: Layer) -> list[NamedParameter]:
     return [pair for pair in pairs if getattr(*pair).ndim == 2]
 
 
+# What Fisher by factors multiplies magnitudes by, by name of the weight.
 Factors = Mapping[str, Sequence[Tensor]]
-
-
-def factors_of(statistics: GradientStatistics) -> Factors:
-    """What Fisher by factors multiplies magnitudes by, by name of the weight. Collective."""
-    return {pair.fqn: scores.terms[0] for pair, scores in statistics.fisher().items()}
 
 
 def worth_of_neurons(model: nn.Module, layer: Layer, factors: Factors) -> Tensor:
@@ -545,7 +541,6 @@ def _without_experts(
     """The model without its least experts."""
     ranks, communicator = check_same(model, windows, run["batch_size"]), world()
     finished = reporter("calibrate", len(windows), run["progress"])
-    arguments = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
     sums = torch.zeros(len(plan.layers), 2, plan.layers[0].total, dtype=torch.float64)
     with (
         communicator.raising_everywhere(),
@@ -557,7 +552,7 @@ def _without_experts(
             hooks.enter_context(counting_tokens(model, layer, of_layer))
         for step in steps_of(len(windows), run["batch_size"], ranks):
             if step.num_windows:
-                output_of(model, windows.tokens[step.rows], **arguments)
+                output_of(model, windows.tokens[step.rows], needs_logits=False)
             finished(step.num_in_step)
     sums = communicator.reduce_floats(sums.numel(), sums.flatten).view_as(sums)
     kept = best(plan, worths_of_experts(sums, unseen_first))

@@ -15,8 +15,8 @@ over all ranks is rounded to fp32.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -219,33 +219,26 @@ class GramMatrices(ActivationStatistics):
         """
         asked = self._asked(parameters)
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
-            grouped: dict[int, list[Entry]] = {}
-            for parameter, shared in zip(asked, self._shared_by_all(asked), strict=True):
-                grouped.setdefault(shared, []).append(parameter)
-            for group in grouped.values():
+            for group in self._groups(asked):
                 self._sum_group(group)
         result: dict[GramBlock, list[str]] = {}
         for parameter in asked:
             result.setdefault(self._blocks[parameter], []).append(parameter.label)
         return [(labels, block) for block, labels in result.items()]
 
-    def _shared_by_all(self, asked: Sequence[Entry]) -> list[int]:
-        """A number for each parameter: equal for those that share their sums on every rank."""
-
-        def share() -> Tensor:
-            numbers = []
-            firsts: dict[object, int] = {}  # the first parameter of each sum, and of each block
-            for position, parameter in enumerate(asked):
-                grams, block = self._counting(parameter), self._blocks.get(parameter)
-                held = [firsts.setdefault(each, position) for each in (*grams, block) if each]
-                sizes = parameter.layout.num_matrices, parameter.layout.matrix_shape[1]
-                facts = self._communicator.index, len(grams), held, sizes
-                digest = hashlib.sha256(repr(facts).encode()).digest()
-                numbers.append(int.from_bytes(digest[:8], "big", signed=True))
-            return torch.tensor(numbers, dtype=torch.int64)
-
-        shared: list[int] = self._communicator.reduce(len(asked), share).tolist()
-        return shared
+    def _groups(self, asked: Sequence[Entry]) -> list[list[Entry]]:
+        """Parameters that share all of their sums on every rank."""
+        held = []
+        firsts: dict[object, int] = {}  # the first parameter of each sum, and of each block
+        for position, parameter in enumerate(asked):
+            sums = *self._counting(parameter), self._blocks.get(parameter)
+            sizes = parameter.layout.num_matrices, parameter.layout.matrix_shape[1]
+            held.append([sizes, [firsts.setdefault(each, position) for each in sums if each]])
+        texts, _ = self._communicator.distinct_texts(json.dumps(held))
+        groups: dict[str, list[Entry]] = {}
+        for parameter, *of_ranks in zip(asked, *map(json.loads, texts), strict=True):
+            groups.setdefault(str(of_ranks), []).append(parameter)
+        return list(groups.values())
 
     def _sum_group(self, group: Sequence[Entry]) -> None:
         """Sum what is new of the matrices that parameters share, and keep this rank's rows.

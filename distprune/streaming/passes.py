@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,6 @@ from distprune.language_models.losses import BatchLosses, Prediction
 from distprune.language_models.polishing import polishing_steps
 from distprune.language_models.running import Report, reporter
 from distprune.language_models.text import TokenWindows
-from distprune.ranks.collectives import Communicator, world
 from distprune.recipes import ELEMENTWISE, Recipe
 from distprune.reconstruction import ReconstructedParameter, reconstruct
 from distprune.statistics.activation import ActivationStatistics
@@ -130,11 +129,6 @@ class LayerPasses:
     settings: TextSettings
     work: Work
 
-    @cached_property
-    def communicator(self) -> Communicator:
-        """Of all ranks."""
-        return world()
-
     def _finished(self, phase: str, passes: Mapping[str, Sequence[int]]) -> Callable[[int], None]:
         """What is told of progress that passes make; the numbers of their layers, by name."""
         todo = {
@@ -152,7 +146,7 @@ class LayerPasses:
         for number in numbers:
             if number in done:
                 continue
-            self.communicator.agree()  # an error of a rank in the layer before
+            self.work.communicator.agree()  # an error of a rank in the layer before
             with self.streamed.layer(number):
                 yield number
             done = [*done, number]
@@ -162,7 +156,7 @@ class LayerPasses:
     def _stream(self, name: str, windows: TokenWindows) -> WindowStream:
         size, place = self.settings.batch_size, self.work.folder("states") / name
         make = partial(WindowStream, self.streamed, windows, size, place, self.work.forget)
-        return self.communicator.run(make)
+        return self.work.communicator.run(make)
 
 
 @dataclass(frozen=True)
@@ -205,15 +199,14 @@ class Passes(LayerPasses):
                 statistics = ActivationStatistics(self.stored.parameters[number], allow_empty="*")
                 dense.collect(number, statistics)
                 statistics.save(self.work.file("statistics", number))
-            for stream in (dense, *held_out):
-                stream.advance(number)
-            for stream in held_out:  # a run that is killed now needs the stage after it
-                stream.remove("state", number - 1)
+            dense.advance(number)
+            for stream in held_out:
+                stream.move_on(number)
         perplexities = {} if self.before is None else {"before": self.before}
         for stream in held_out:
             perplexities["before"] = work.once("before", partial(_perplexity, stream))
         if "backward" in settings.passes:
-            work.once("head", lambda: self.communicator.run(dense.differentiate))
+            work.once("head", lambda: work.communicator.run(dense.differentiate))
             for number in layers("backward", reversed(numbers)):
                 self._differentiate(dense, number)
                 dense.remove("gradient", number + 2)
@@ -221,28 +214,26 @@ class Passes(LayerPasses):
         if "update" in settings.passes:
             is_last = evaluation is not None and not settings.polish
             held_out = [self._stream("after", evaluation)] if is_last and evaluation else []
-            planned = self.communicator.run(lambda: plan(self.streamed.checkpoint.folder, recipe))
-            masks = RankedTensors(planned, Team(self.communicator))
+            planned = work.communicator.run(lambda: plan(self.streamed.checkpoint.folder, recipe))
+            masks = RankedTensors(planned, Team(work.communicator))
             masks.find_cuts()
             for number in layers("update", numbers):
                 self._update(dense, number, masks)
                 for stream in held_out:
-                    stream.advance(number)
-                    stream.remove("state", number - 1)
+                    stream.move_on(number)
             for stream in held_out:
                 perplexities["after"] = work.once("after", partial(_perplexity, stream))
         moved = "values"
         if settings.polish:
             assert masks is not None
             moved = "polished"
-            self._polish(dense, masks, finished)
+            work.once("polish", partial(self._polish, dense, masks, finished))
             # What runs from now on has the polished weights.
-            self.streamed.entries |= self.communicator.run(lambda: _entries_in(work.folder(moved)))
+            self.streamed.entries |= work.communicator.run(lambda: _entries_in(work.folder(moved)))
         if "after" in settings.passes and evaluation is not None:
             stream = self._stream("polished", evaluation)
             for number in layers("after", numbers):
-                stream.advance(number)
-                stream.remove("state", number - 1)
+                stream.move_on(number)
             perplexities["after"] = work.once("perplexity", partial(_perplexity, stream))
         facts: dict[str, Any] = {
             **told,
@@ -253,7 +244,7 @@ class Passes(LayerPasses):
             **({"polish": work.get("polish")} if settings.polish else {}),
             **({"perplexity": perplexities} if perplexities else {}),
         }
-        values = self.communicator.run(lambda: _entries_in(work.folder(moved)))
+        values = work.communicator.run(lambda: _entries_in(work.folder(moved)))
         return recipe, KeptValues(facts, values), masks
 
     def _differentiate(self, stream: WindowStream, number: int) -> None:
@@ -311,24 +302,20 @@ class Passes(LayerPasses):
 
     def _polish(
         self, dense: WindowStream, masks: RankedTensors, finished_layer: Callable[[int], None]
-    ) -> None:
-        """Train the pruned model, which is whole in memory, towards the dense one."""
-        settings, work, communicator = self.settings, self.work, self.communicator
-        if work.get("polish") is not None:
-            return
+    ) -> dict[str, Any]:
+        """Train the pruned model, which is whole in memory, towards the dense one; its losses."""
+        settings, work, communicator = self.settings, self.work, self.work.communicator
         if self.teacher is not None:
             passes = LayerPasses(self.teacher, settings, work)
             numbers = range(len(self.teacher.layers))
             dense = passes._stream("teacher", settings.windows)
             for number in passes._layers(finished_layer, "teacher", numbers):
-                dense.advance(number)
-                dense.remove("state", number - 1)
+                dense.move_on(number)
 
         saved = work.path / "polish.pt"
 
         def begin() -> tuple[StreamedModel, StoredLayers, dict[str, Any]]:
-            folder = self.streamed.checkpoint.folder
-            model = StreamedModel(folder, torch.float32, settings.device)
+            model = StreamedModel(self.streamed.checkpoint.folder, torch.float32, settings.device)
             model.entries |= _entries_in(work.folder("values"))
             state = torch.load(saved, "cpu") if saved.exists() else {}
             return model, StoredLayers(model, settings.recipe), state
@@ -370,7 +357,7 @@ class Passes(LayerPasses):
                     made = communicator.run(partial(_stored, stored, of_layer))
                     file = work.file("polished", number)
                     work.on_first_rank(partial(write_tensors, file, made))
-        work.record("polish", {"steps": settings.polish, "losses": state["losses"]})
+        return {"steps": settings.polish, "losses": state["losses"]}
 
     def _update(self, stream: WindowStream, number: int, masks: RankedTensors) -> None:
         """Prune a layer, which is in memory, and move its kept weights, if any move.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from distprune.files.checkpoint import Checkpoint, open_checkpoint
-from distprune.files.disk import SIDECAR, check_destination, locked, resolve_destination, writing
+from distprune.files.disk import SIDECAR, check_destination, resolve_destination, writing
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.planning import STATISTICS_FILE, check_scores, plan, source_facts
 from distprune.files.pruning import prune as prune_files
@@ -353,20 +353,15 @@ def prune_folder(
             now = dataclasses.replace(now, evaluation=None)
         if rounds:
             say(f"Round {number + 1} of {last + 1}: {now.recipe.sparsity:.0%}.")
-        with contextlib.ExitStack() as lock:
-            first_rank = contextlib.nullcontext() if communicator.index else locked(place)
-            communicator.run(partial(lock.enter_context, first_rank))
-            streamed, stored, cost = communicator.run(partial(_open, begun_from, now))
-            dense = None
-            if now.polish and number:
-                dense = communicator.run(partial(StreamedModel, source, dtype, where))
-            if work.begin(cost.disk + streamed.checkpoint.num_bytes):
-                say(f"Resuming what is in {work.path}.")
-            with communicator.raising_everywhere():
-                before = None if made is None else made.before
-                passes = Passes(streamed, now, work, stored, before, dense)
-                chosen, values, ranked = passes.run(told)
-                values = dataclasses.replace(values, files=files if number == last else {})
+        streamed, stored, cost = communicator.run(partial(_open, begun_from, now))
+        dense = None
+        if now.polish and number:
+            dense = communicator.run(partial(StreamedModel, source, dtype, where))
+        with work.begun(cost.disk + streamed.checkpoint.num_bytes, say):
+            before = None if made is None else made.before
+            passes = Passes(streamed, now, work, stored, before, dense)
+            chosen, values, ranked = passes.run(told)
+            values = dataclasses.replace(values, files=files if number == last else {})
         planned = communicator.run(partial(plan, begun_from, chosen, values=values))
         for warning in planned.warnings:
             say(f"Warning: {warning}")

@@ -10,7 +10,6 @@ when they are run for the last time; the destination is made of these files.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,14 +153,9 @@ def shrink_folder(
         say(f"{target} is finished: this command made it before. Nothing was changed.")
         Work(target, facts, communicator).remove()
         return passes
-    with contextlib.ExitStack() as lock:
-        first_rank = contextlib.nullcontext() if communicator.index else disk.locked(target)
-        communicator.run(partial(lock.enter_context, first_rank))
-        num_bytes = passes.streamed.checkpoint.num_bytes
-        if passes.work.begin(bytes_of_states(passes.streamed, settings) + 2 * num_bytes):
-            say(f"Resuming what is in {passes.work.path}.")
-        with communicator.raising_everywhere():
-            report = passes.run()
+    num_bytes = passes.streamed.checkpoint.num_bytes
+    with passes.work.begun(bytes_of_states(passes.streamed, settings) + 2 * num_bytes, say):
+        report = passes.run()
     record = {"digest": digest_of(facts), "report": asdict(report)}
     files[RECORD_FILE] = json.dumps(record, indent=1).encode()
     write_folder(target, source, num_bytes, partial(passes.save, files))
@@ -244,17 +238,18 @@ class ShrinkPasses(LayerPasses):
     def _without_experts(self, layers: Iterator[int]) -> None:
         """Write layers without the experts that are worth least. Collective."""
         stream, model = self._stream("dense", self.settings.windows), self.streamed.model
+        ranks = self.work.communicator
         for number in layers:
             if number in self.layers:
                 layer = self.layers[number]
                 sums = torch.zeros(2, layer.total, dtype=torch.float64)
                 with shrinking.counting_tokens(model, layer, sums):
-                    self.communicator.run(partial(stream.advance, number))
-                sums = self.communicator.reduce_floats(sums.numel(), sums.flatten).view_as(sums)
+                    ranks.run(partial(stream.advance, number))
+                sums = ranks.reduce_floats(sums.numel(), sums.flatten).view_as(sums)
                 (worth,) = shrinking.worths_of_experts(sums[None], self.unseen_first)
                 self._choose(number, worth, lambda stay: {"sums": [sums]})  # noqa: B023
             else:
-                self.communicator.run(partial(stream.advance, number))
+                ranks.run(partial(stream.advance, number))
                 self._write(number)
             stream.remove("state", number - 1)
 
@@ -272,7 +267,7 @@ class ShrinkPasses(LayerPasses):
             dense = self._stream("dense", settings.windows)
             for number in layers("forward", numbers):
                 dense.advance(number)
-            self.work.once("head", lambda: self.communicator.run(dense.differentiate))
+            self.work.once("head", lambda: self.work.communicator.run(dense.differentiate))
             for number in layers("backward", passes["backward"]):
                 layer = self.layers.get(number)
                 pairs = shrinking.weights_of_neurons(model, layer) if layer else []
@@ -283,7 +278,7 @@ class ShrinkPasses(LayerPasses):
                 for each in statistics:
                     each.save(self.work.file("statistics", number))
                 dense.remove("gradient", number + 2)
-            factors = self.communicator.run(self._factors)
+            factors = self.work.communicator.run(self._factors)
             if settings.moves:
                 stream = self._stream("after", settings.windows)
 
@@ -301,12 +296,11 @@ class ShrinkPasses(LayerPasses):
         for number in layers("update", numbers):
             if number in self.layers:
                 find = partial(shrinking.worth_of_neurons, model, self.layers[number], factors)
-                self._choose(number, self.communicator.run(find), partial(move, number))
+                self._choose(number, self.work.communicator.run(find), partial(move, number))
             else:
                 self._write(number)
             if stream is not None and number < last:
-                stream.advance(number)
-                stream.remove("state", number - 1)
+                stream.move_on(number)
 
     def _choose(
         self, number: int, worth: Tensor, facts_of: Callable[[Tensor], dict[str, Any]]
@@ -324,7 +318,7 @@ class ShrinkPasses(LayerPasses):
         self.work.record("rows", self.work.get("rows", {}) | {row.name: asdict(row)})
 
     def _factors(self) -> Factors:
-        """As ``factors_of``, from the files of all layers."""
+        """Of the weights of neurons, from the files of all layers."""
         stored: dict[str, StoredStatistics] = {}
         for number in self.layers:
             stored |= read_statistics(self.work.file("statistics", number), True)[1]

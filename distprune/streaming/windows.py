@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from distprune.language_models.running import (
     DataRanks,
     Report,
     Step,
-    accepts,
     check_run,
     output_of,
     reporter,
@@ -155,6 +153,14 @@ class WindowStream(HiddenStates):
         first = row - row % self._batch_size
         return self._read("state", len(self._streamed.layers), first)[row - first, None]
 
+    def move_on(self, number: int) -> None:
+        """As :meth:`advance`, and remove the stage before the one that it has read.
+
+        A run that is killed before the layer is recorded needs what was read.
+        """
+        self.advance(number)
+        self.remove("state", number - 1)
+
     def remove(self, kind: str, number: int) -> None:
         """Remove the files of a stage: "state" or "gradient"."""
         for batch in range(len(self.batches)):
@@ -164,10 +170,9 @@ class WindowStream(HiddenStates):
     def _embed(self) -> None:
         """Make the first stage, and keep what layers are called with."""
         with torch.no_grad(), self._streamed.around() as model:
-            arguments: Any = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
             for step in self.batches:
                 tokens = self._windows.tokens[step.rows]
-                self.catch(partial(output_of, model, tokens, **arguments))
+                self.catch(partial(output_of, model, tokens, needs_logits=False))
                 self._streamed.check_chain(self)
 
     @contextlib.contextmanager

@@ -16,10 +16,11 @@ that no step changes, so that the result does not depend on where it was killed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from distprune.files.disk import (
     WORK,
     check_free_bytes,
     folder_bytes,
+    locked,
     write_atomically,
     writing,
 )
@@ -55,6 +57,7 @@ class Work:
     Attributes:
         path: of the folder.
         scores: where the scores of single weights are.
+        communicator: of the ranks.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class Work:
         communicator: Communicator,
         scores: Path | None = None,
     ) -> None:
+        self._destination = destination
         self.path = destination.with_name(f"{destination.name}.partial-text")
         self.scores = scores or self.folder("scores")
-        self._communicator, self._done = communicator, dict[str, Any]()
+        self.communicator, self._done = communicator, dict[str, Any]()
         self._text = json.dumps({**facts, "scores": scores and str(scores)}, indent=1) + "\n"
 
     def check(self) -> None:
@@ -89,23 +93,33 @@ class Work:
                 "choose another."
             )
 
-    def begin(self, num_bytes: int) -> bool:
-        """Make the folder; True if an earlier run has begun it. Collective.
+    @contextlib.contextmanager
+    def begun(self, num_bytes: int, tell: Callable[[str], None]) -> Iterator[None]:
+        """Make the folder, and lock the destination; an error inside is raised on every rank.
+
+        Collective.
 
         Args:
             num_bytes: that the folder takes in the end.
+            tell: is told if an earlier run has begun it.
 
         Raises:
             OutputError: as :meth:`check`, or the disk has too few free bytes; on every rank.
         """
-        is_resumed = self._communicator.run((self.path / _FACTS).exists)
-        self.on_first_rank(partial(self._make, num_bytes))
-        # Different where the folder is not one that all ranks see.
-        self._done = self._communicator.run(
-            lambda: _progress_in(self.path / _PROGRESS),
-            lambda done: [(f"progress in {self.path}", json.dumps(done))],
-        )
-        return is_resumed
+        ranks = self.communicator
+        with contextlib.ExitStack() as lock:
+            first_rank = contextlib.nullcontext() if ranks.index else locked(self._destination)
+            ranks.run(partial(lock.enter_context, first_rank))
+            if ranks.run((self.path / _FACTS).exists):
+                tell(f"Resuming what is in {self.path}.")
+            self.on_first_rank(partial(self._make, num_bytes))
+            # Different where the folder is not one that all ranks see.
+            self._done = ranks.run(
+                lambda: _progress_in(self.path / _PROGRESS),
+                lambda done: [(f"progress in {self.path}", json.dumps(done))],
+            )
+            with ranks.raising_everywhere():
+                yield
 
     def folder(self, name: str) -> Path:
         """One of the folders in it."""
@@ -121,7 +135,7 @@ class Work:
 
     def on_first_rank(self, step: Callable[[], object]) -> None:
         """Run a step that changes the folder; an error is raised on every rank. Collective."""
-        self._communicator.run(lambda: None if self._communicator.index else step())
+        self.communicator.run(lambda: None if self.communicator.index else step())
 
     def record(self, step: str, value: Any) -> None:
         """Record a step that all ranks have done. Collective.
@@ -131,7 +145,7 @@ class Work:
         """
         self._done[step] = value
         text = json.dumps(self._done).encode()
-        self._communicator.agree()  # every rank has written its files
+        self.communicator.agree()  # every rank has written its files
         self.on_first_rank(lambda: write_atomically(self.path / _PROGRESS, text))
 
     def once(self, step: str, run: Callable[[], Any]) -> Any:
@@ -146,7 +160,7 @@ class Work:
 
     def remove(self) -> None:
         """Remove the folder. Collective."""
-        self._communicator.agree()
+        self.communicator.agree()
         self.on_first_rank(lambda: shutil.rmtree(self.path, ignore_errors=True))
 
     def _make(self, num_bytes: int) -> None:

@@ -290,10 +290,7 @@ def test_what_is_shared_is_collected_once(llama_and_text):
     assert len(runs) == 4
 
 
-def test_unknown_names_and_missing_text_are_errors(llama_and_text):
+def test_an_unknown_name_is_an_error(llama_and_text):
     text, _ = opened(llama_and_text)
     with pytest.raises(ValueError, match="score='magnitude'; expected one of wanda"):
         text.of("magnitude")
-    without = TextScores(text.model, None, text.parameters)
-    with pytest.raises(ValueError, match="windows=None"):
-        without.of("wanda")
