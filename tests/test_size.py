@@ -25,7 +25,7 @@ ROOMS = {
     "cli": (1226, 8),
     "criteria": (676, 3),
     "dynamic.py": (128, 1),
-    "files": (2431, 13),
+    "files": (2435, 13),
     "integrations": (785, 6),
     "language_models": (1663, 10),
     "layouts.py": (13, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19942, 120)
+TOTAL = (19946, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 29166, "launch": 831}
+FOLDERS = {"tests": 29182, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

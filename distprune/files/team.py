@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import threading
@@ -151,6 +152,11 @@ def process_group(timeout: float, backend: str = "gloo") -> Iterator[Team]:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     except (ValueError, RuntimeError) as error:
         raise RanksError(f"could not initialise the process group: {error}") from error
-    yield Team(world())
+    team = Team(world())
+    yield team
     if "RANK" in os.environ:  # after an error the process ends
         dist.destroy_process_group()
+        # Threads of gloo that are alive when Python ends may abort the process: they end with the
+        # last reference to their group.
+        team._groups = ()
+        gc.collect()

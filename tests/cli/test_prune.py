@@ -298,3 +298,24 @@ def test_discard_gives_up(run, command, tmp_path):
     assert "There is no unfinished result" in run(*command, "--discard").out
     interrupted(tmp_path, command)
     assert len(run(*command, "--discard", "--json").json["discarded"]) == 1
+
+
+THREADS = """
+import sys
+from pathlib import Path
+from distprune.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as error:
+    assert error.code == 0
+    print([path.read_text() for path in Path("/proc/self/task").glob("*/comm")])
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are named in /proc")
+def test_no_thread_of_a_group_is_left_at_the_end(tmp_path, source):
+    """It could need what Python has ended already, and abort a process that has succeeded."""
+    script = tmp_path / "script.py"
+    script.write_text(THREADS)
+    code, printed = run_forked(script, "prune", source, tmp_path / "out", "-s", "0.5", num_ranks=2)
+    assert code == 0 and "python" in printed and "gloo" not in printed
