@@ -30,7 +30,7 @@ from measuring import Options, Table, layout, machine  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 # Each is a file beside this one, with a function ``tables(options)`` that yields tables.
-PARTS = ("importing", "one_process", "ranks", "scopes", "many", "reconstructing", "training_step")
+PARTS = ("one_process", "ranks", "scopes", "many", "training_step")
 # Those that measure on another device than a CPU.
 PARTS_OF_DEVICES = ("one_process", "many", "training_step")
 
