@@ -47,7 +47,7 @@ def main() -> int:
             sources[name], found = checkpoints.results(name, requests, num_ranks)
             add(f"checkpoint {name} on {num_ranks}", found, start)
     for wrapping in models.ALL_WRAPPINGS[: 1 if chosen.few else None]:
-        cases = [c for c in models.cases_of(wrapping) if fnmatch(models.case_name(c), chosen.only)]
+        cases = [c for c in models.CASES if fnmatch(models.case_name(c), chosen.only)]
         if cases:
             start = time.monotonic()
             add(f"model {wrapping}", models.results(wrapping, cases), start)

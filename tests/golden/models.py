@@ -107,7 +107,6 @@ class Case:
         data, dtype: of the parameters; see helpers.models.fill, and large_net for "many".
         names: of the parameters that are pruned: "all", or "matrices".
         has_forward: whether the model runs, with integers for weights and inputs.
-        runs_on: whether it runs on a wrapping.
     """
 
     what: tuple[dict[str, Any], ...] | Callable[[Run], None]
@@ -115,7 +114,6 @@ class Case:
     dtype: str = "float32"
     names: str = "all"
     has_forward: bool = False
-    runs_on: Callable[[str], bool] = lambda wrapping: True
 
     def make(self, seed: int = 0) -> nn.Module:
         if self.has_forward:
@@ -252,24 +250,12 @@ def of_statistics(score: str, **keywords: Any) -> Callable[[Run], None]:
     return run
 
 
-def of_criterion(make: Any, unit: str | None = None, **keywords: Any) -> Callable[[Run], None]:
+def of_criterion(make: Any, **keywords: Any) -> Callable[[Run], None]:
     def run(self: Run) -> None:
-        criterion = make(self.pairs, **({} if unit is None else {"unit": unit}))
+        criterion = make(self.pairs)
         for _ in self.backwards(3):
             criterion.update()
         self.prune(criterion.pruning_method, criterion.scores(), **keywords)
-
-    return run
-
-
-def local(function: Any, *arguments: Any, **keywords: Any) -> Callable[[Run], None]:
-    """A function of one parameter, on each."""
-
-    def run(self: Run) -> None:
-        for module, name in self.pairs:
-            torch.manual_seed(5)
-            function(module, name, *arguments, **keywords)
-        self.keep()
 
     return run
 
@@ -308,39 +294,17 @@ def dropped_and_grown(self: Run) -> None:
         self.keep()
 
 
-def one_dtype(wrapping: str) -> bool:
-    """Whether a wrapping takes parameters of different dtypes: a flat parameter has one."""
-    return "fsdp1" not in wrapping and "root" not in wrapping
-
-
 LOWEST, RANDOM = prune.LowestScore, prune.RandomUnstructured
 HALF = {"amount": 0.5}
 SIGNED = {"scores": torch.float32, "step": 1}
 CASES: dict[str, Case] = {
-    # One ranking over all.
+    # One ranking over all, and how the count is shared.
     "l1": Case((HALF,)),
-    "l1 twice": Case(({"amount": 40}, {"amount": 0.5}, {"amount": 1.0})),
-    **{f"l1 {data}": Case((HALF, HALF), data)
-       for data in ("few", "equal", "zeros", "denormal", "inf")},
-    **{f"l1 {dtype}": Case((HALF,), dtype=dtype) for dtype in ("bfloat16", "float16", "float64")},
-    "l1 mixed": Case(({"amount": 0.4}, HALF), dtype="mixed", runs_on=one_dtype),
     "random": Case(of_method(RANDOM, {"amount": 0.3}, HALF)),
-    "random bounds": Case(of_method(RANDOM, {"amount": 0.5, **BOUNDS})),
-    "given": Case(of_method(prune.L1Unstructured, HALF, {"amount": 33}, scores=torch.float32)),
-    "given float64": Case(of_method(prune.L1Unstructured, HALF, scores=torch.float64)),
     "given rms": Case(of_method(prune.L1Unstructured, {"amount": 0.5, "normalize": "rms"},
                                 scores=torch.bfloat16)),
-    "lowest": Case(of_method(LOWEST, HALF, **SIGNED)),
     "lowest rms bounds": Case(of_method(LOWEST, {**HALF, **BOUNDS, "normalize": "rms"}, **SIGNED)),
-    "rms": Case(({"amount": 0.3, "normalize": "rms"}, {"amount": 0.3, "normalize": "rms"})),
-    "rms bfloat16": Case(({"amount": 0.5, "normalize": "rms"},), "few", "bfloat16"),
     "rms float64 bounds": Case(({"normalize": "rms", **HALF, **BOUNDS},), dtype="float64"),
-    "l2": Case(({"amount": 0.6, "normalize": "l2"},), dtype="float16"),
-    "mean": Case(({"amount": 0.6, "normalize": "mean"},)),
-    # How the count is shared.
-    "bounds": Case(({"amount": 0.2, **BOUNDS, "min_sparsity": 0.1}, {"amount": 0.3, **BOUNDS})),
-    "bounds bfloat16": Case(({"amount": 0.5, **BOUNDS},), "few", "bfloat16"),
-    "ceilings": Case(({"amount": 0.5, "max_sparsity": {"l2.weight": 0.4, "l1.weight": 0.8}},)),
     **{budget.__name__: Case(({"amount": 0.3, "budget": budget}, {"amount": 0.4, "budget": budget}),
                              names="matrices")
        for budget in (budgets.uniform, budgets.erk)},
@@ -350,33 +314,15 @@ CASES: dict[str, Case] = {
     "owl": Case(({"amount": 0.6, "budget": partial(budgets.owl, ratios=RATIOS, lam=0.2)},),
                 names="matrices"),
     "sparsities": Case(({"amount": SHARES},), names="matrices"),
-    "layer": Case(({"scope": "layer", "amount": 0.3}, {"scope": "layer", "amount": 0.55})),
     "layer lowest": Case(of_method(LOWEST, {"scope": "layer", **HALF}, **SIGNED)),
     "2:4 lowest": Case(of_method(LOWEST, {"pattern": "2:4"}, **SIGNED), names="matrices"),
-    "row": Case(({"scope": "row", "amount": 0.3}, {"scope": "row", "amount": 0.5})),
-    "row bfloat16": Case(({"scope": "row", "amount": 0.75},), "few", "bfloat16"),
     "row random": Case(of_method(RANDOM, {"scope": "row", **HALF})),
-    "2:4": Case(({"pattern": "2:4"},), names="matrices"),
-    "2:4 bfloat16": Case(({"pattern": "2:4"},), "few", "bfloat16", names="matrices"),
     "1:3 random": Case(of_method(RANDOM, {"pattern": "1:3"}), names="matrices"),
-    "2:3 then 1:4": Case(({"pattern": "2:3"}, {"pattern": "1:4"}), "equal", names="matrices"),
-    # Methods of one parameter.
-    "l1_unstructured": Case(local(prune.l1_unstructured, 0.4), "few"),
-    **{f"ln_structured {n} {dim}": Case(local(prune.ln_structured, 0.4, n, dim), names="matrices")
-       for n, dim in ((1, 0), (2, 1), (float("inf"), 0), (2, -1))},
-    "random_structured": Case(local(prune.random_structured, 0.4, 1), names="matrices"),
-    # Scores from activations and gradients.
-    "wanda": Case(of_statistics("wanda", **HALF), has_forward=True),
-    "wanda rms": Case(of_statistics("wanda", normalize="rms", **HALF), has_forward=True),
+    # Scores from activations and gradients, by scopes, budgets and bounds.
     "wanda row": Case(of_statistics("wanda", scope="row", **HALF), has_forward=True),
     "wanda owl": Case(of_statistics("wanda", budget="owl", **HALF), has_forward=True),
     "ria 2:4": Case(of_statistics("ria", pattern="2:4"), has_forward=True),
-    "ria": Case(of_statistics("ria", **HALF), has_forward=True),
     "stade": Case(of_statistics("stade", **HALF, **BOUNDS), has_forward=True),
-    **{make.__name__: Case(of_criterion(make, **HALF), has_forward=True)
-       for make in (criteria.SNIP, criteria.Movement, criteria.GradientMagnitude)},
-    "Taylor": Case(of_criterion(criteria.Taylor, unit="global_batch", **HALF), has_forward=True),
-    "Fisher": Case(of_criterion(criteria.Fisher, unit="global_batch", **HALF), has_forward=True),
     "SNIP erk": Case(of_criterion(criteria.SNIP, budget=budgets.erk, **HALF), has_forward=True),
     "Movement row": Case(of_criterion(criteria.Movement, scope="row", **HALF), has_forward=True),
     # Too many elements to collect them all.
@@ -393,19 +339,12 @@ CASES: dict[str, Case] = {
     "large projection": Case(projected(), "many"),
     "large schedule": Case(scheduled(max_sparsity=0.72), "many"),
     # Projection, and what changes masks again and again.
-    "projection": Case(projected(), "few"),
-    "projection smallest": Case(projected(largest=False), "rounded", "bfloat16"),
     "projection signed": Case(projected(signed=True)),
     "projection random": Case(projected(scores="random")),
-    "schedule": Case(scheduled(), "few"),
     "schedule bounds": Case(scheduled(max_sparsity=0.75, normalize="rms")),
     "schedule random": Case(scheduled(pruning_method=RANDOM)),
     "drop and grow": Case(dropped_and_grown, names="matrices"),
 }  # fmt: skip
-
-
-def cases_of(wrapping: str) -> list[str]:
-    return [name for name, case in CASES.items() if case.runs_on(wrapping)]
 
 
 def case_name(name: str) -> str:
