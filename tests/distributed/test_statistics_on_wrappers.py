@@ -191,10 +191,10 @@ NO_OTHERS = ("tp", "fsdp2_tp", "fsdp2_dim1", "fsdp1_flat")
 @wrappings.sharing_meshes
 def all_differences(wrapping: str, number: int, folder: str) -> list[str]:
     wrong = []
-    for kind, is_masked, dtype in every(4, LINEAR, number):
+    for kind, is_masked, dtype in every(8, LINEAR, number):
         dtype = getattr(torch, dtype)
         wrong += differences(wrapping, "linear", kind, bool(is_masked), dtype, folder)
-    for net in () if wrappings.kind_of(wrapping) in NO_OTHERS else every(2, OTHERS, number):
+    for net in () if wrappings.kind_of(wrapping) in NO_OTHERS else every(3, OTHERS, number):
         wrong += differences(wrapping, net, SUM, False, torch.float32, folder)
     return wrong
 

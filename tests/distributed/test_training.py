@@ -76,7 +76,7 @@ def test_every_wrapper_and_world_size(wrapping):
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_training_equals_one_process(wrapping):
-    check(wrapping, every(2, LOOPS, WRAPPINGS.index(wrapping)))
+    check(wrapping, every(4, LOOPS, WRAPPINGS.index(wrapping)))
 
 
 OPTIONS = [
@@ -91,7 +91,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("wrapping", "options"), every(2, OPTIONS))
 def test_options_of_fsdp(wrapping, options):
-    check(wrapping, LOOPS[:3], options=options)
+    check(wrapping, LOOPS[:2], options=options)
 
 
 @pytest.mark.parametrize("recompute", ["inside", "wrapper"])

@@ -11,6 +11,8 @@ import sys
 import pytest
 from shell import ROOT, run
 
+from helpers.forked_scripts import run_forked
+
 
 def totals(output: str) -> list[list[str]]:
     return [line.split()[1:] for line in output.splitlines() if line.startswith("total ")]
@@ -26,7 +28,7 @@ def printed(example: str, capsys) -> str:
 
 @pytest.mark.slow
 def test_prune_fsdp2():
-    _, output = run("launch/torchrun.sh", ROOT / "examples" / "prune_fsdp2.py")
+    _, output = run_forked(ROOT / "examples" / "prune_fsdp2.py", num_ranks=2)
     first, *_, last = totals(output)
     assert first[:3] == ["262,144", "0", "147,577"], output  # cubic: 0.8 - 0.8 * (2 / 3)^3
     assert last[-1] == "80.00%"
