@@ -38,7 +38,7 @@ from sampled_calls import GOOD_AMOUNTS, OFTEN, STABLE, Step, seeds, sequences
 from torch import Tensor, nn
 
 import distprune
-from helpers.comparisons import bits, snapshot
+from helpers.comparisons import snapshot
 from helpers.models import target
 from helpers.sampling import num_examples
 
@@ -321,18 +321,6 @@ def test_wrong_calls_raise_the_same(call):
     assert snapshot(ours) == before
 
 
-def test_scores_of_other_parameters_are_refused():
-    """A deliberate difference: torch takes no notice of scores that it does not need."""
-    model = network()
-    before = snapshot(model)
-    scores = {(model[2], "weight"): torch.ones(3, 5)}
-    with pytest.raises(ValueError, match="importance_scores"):
-        distprune.global_unstructured(
-            [(model[0], "weight")], distprune.L1Unstructured, scores, amount=1
-        )
-    assert snapshot(model) == before
-
-
 def test_flat_scores_are_accepted(device):
     theirs = fill_distinct(network(), torch.float32, seed=0).to(device)
     ours = twin(theirs)
@@ -341,15 +329,3 @@ def test_flat_scores_are_accepted(device):
         pairs = [(model[0], "weight"), (model[2], "weight")]
         library.global_unstructured(pairs, library.L1Unstructured, scores, amount=0.5)
     assert_same_modules(ours, theirs)
-
-
-def test_hooks_hold_the_chosen_mask():
-    model = fill_distinct(network(), torch.float32, seed=0)
-    pairs = [(model[0], "weight"), (model[2], "weight")]
-    for amount in (10, 0.5):
-        distprune.global_unstructured(pairs, distprune.L1Unstructured, amount=amount)
-        for module, _ in pairs:
-            (hook,) = module._forward_pre_hooks.values()
-            method = hook[-1] if isinstance(hook, distprune.PruningContainer) else hook
-            assert isinstance(method, distprune.CustomFromMask)
-            assert bits(method.mask) == bits(module.weight_mask)

@@ -693,21 +693,6 @@ def sequential(model, batches, blocks=None, prune_block=len, **options):
     )
 
 
-@pytest.mark.parametrize("criterion", ["wanda", "ria", "stade"])
-def test_scores_of_one_block_need_no_other_block(criterion):
-    torch.manual_seed(0)
-    model = Decoder()
-    statistics = ActivationStatistics(prune.select(model))
-
-    def prune_block(parameters):
-        scores = getattr(statistics, criterion)(parameters)
-        assert [pair.fqn for pair in scores] == [pair.fqn for pair in parameters]
-        return prune.global_unstructured(parameters, prune.L1Unstructured, scores, amount=0.25)
-
-    reports = prune_sequentially(statistics, model, model.layers, [torch.randn(5, 4)], prune_block)
-    assert [report.num_pruned for report in reports] == [4, 4, 4]
-
-
 def test_batches_may_be_tensors_tuples_or_mappings_with_a_mask():
     model, x = Decoder(), torch.ones(2, 3, 4)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])

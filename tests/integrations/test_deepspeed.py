@@ -15,14 +15,13 @@ from distprune.criteria import SNIP, Fisher
 from distprune.testing import run_ranks
 from helpers import deepspeed_state, reference
 from helpers.comparisons import assert_nothing_wrong
+from helpers.wrong_steps import NUM_STEPS, wrong_steps
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 pytest.importorskip("deepspeed", minversion="0.19")
 
 SIZES = (7, 9, 5, 3)  # 63, 45 and 15 weights: paddings, and on 4 ranks an empty run
-NUM_STEPS = 10
 STILL = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
-TOLERANCE = 1e-6  # float32; the ranks add up in another order
 
 
 class Net(nn.Module):
@@ -169,36 +168,26 @@ def differences(engine, stage: int, keeps: list[Tensor], when: str = "") -> list
 def train_as_one_process(stage: int, kind: str, options: dict) -> list[str]:
     """Prune, train, prune again; compare masks and weights with a dense model at each step."""
     start()
-    wrong: list[str] = []
     dense = net()
     optimizer = getattr(torch.optim, kind)(dense.parameters(), foreach=False, **OPTIMIZERS[kind])
     parameters = OPTIMIZERS[kind] | ({"torch_adam": True} if kind == "AdamW" else {})
     options = {**options, "optimizer": {"type": kind, "params": parameters}}
     engine = engine_of(net(), stage, **options)
-    weights, keeps = [dense.get_parameter(name) for name in NAMES], None
-    for number, (mine, batch) in enumerate(zip(batches(dist.get_rank()), batches(), strict=True)):
-        if number in (2, 6):
-            keeps = reference.prune([weight.detach() for weight in weights], 0.4, keeps)
-            prune_part(engine, 0.4)
-        with torch.no_grad():
-            for weight, keep in zip(weights, keeps or (), strict=keeps is not None):
-                weight.mul_(keep)
-        step(engine, mine)
-        dense(batch).square().mean().backward()
-        for weight, keep in zip(weights, keeps or (), strict=keeps is not None):
-            weight.grad.mul_(keep)
+    mine, whole = batches(dist.get_rank()), batches()
+    layers = places(engine.module)
+
+    def step_of_one(number: int) -> None:
+        optimizer.zero_grad()
+        dense(whole[number]).square().mean().backward()
         nn.utils.clip_grad_norm_(dense.parameters(), 0.05)
         optimizer.step()
-        optimizer.zero_grad()
-        if keeps is None:
-            continue
-        wrong += differences(engine, stage, keeps, f"step {number}")
-        for weight, keep, (module, _) in zip(weights, keeps, places(engine.module), strict=True):
-            found, expected = stored(module.weight, stage), my_run(weight * keep, stage)
-            if not torch.allclose(found, expected, rtol=0, atol=TOLERANCE):
-                wrong.append(f"step {number}: weights {found} {expected}")
-    prune.verify(engine)
-    return wrong
+
+    return wrong_steps(
+        layers, places(dense),
+        lambda i, tensor: my_run(tensor, stage),
+        lambda i: stored(layers[i][0].weight, stage),
+        lambda number: step(engine, mine[number]), step_of_one,
+    )  # fmt: skip
 
 
 CASES = {

@@ -1,6 +1,5 @@
 """The default selection and the layouts of some forty families, as transformers saves them."""
 
-import re
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from distprune.files.checkpoint import open_checkpoint
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.selecting import Layouts, select_tensors
-from distprune.files.verifying import inspect, verify
+from distprune.files.verifying import verify
 from distprune.recipes import Recipe
 from distprune.schedule import ScheduledPruner
 from helpers import file_oracle
@@ -25,14 +24,8 @@ from helpers.tiny_transformers import FAMILIES, save_tiny, tiny_model
 
 TABLE = Path(__file__).with_name("selection_by_family.txt").read_text().splitlines()
 KINDS = {row.partition(":")[0]: row.partition(":")[2].split() for row in TABLE if row[0] != "#"}
-# Tensors that are [..., inputs, outputs].
-TURNED = {
-    "gpt2": r".*\.(c_attn|c_proj|c_fc)\.weight",
-    "openai_gpt": r".*\.(c_attn|c_proj|c_fc)\.weight",
-    "gpt_oss": r".*\.experts\.(gate_up|down)_proj",
-    "llama4": r".*\.experts\.(gate_up|down)_proj",
-}
-BY_ORACLE = [*TURNED, "granitemoe", "gpt_bigcode", "qwen3_moe"]
+# Families whose experts are one tensor on disk, and whether it is [experts, inputs, outputs].
+FUSED = {"gpt_oss": True, "llama4": True, "granitemoe": False}
 
 
 def kind(name):
@@ -85,29 +78,16 @@ def test_layouts_are_those_of_the_modules(saved, family):
     assert num_seen or family in ("vit", "clip", "siglip")  # these are renamed
 
 
-@pytest.mark.parametrize("way", [{"pattern": "2:4"}, {"sparsity": 0.4, "scope": "row"}])
-@pytest.mark.parametrize("family", every(2, BY_ORACLE))
-def test_prunes_along_the_inputs(saved, tmp_path, family, way):
-    source = saved(family)
-    made = plan(source, raw_recipe(**way))
-    prune(made, tmp_path / "out")
-    tensors = load(source)
-    names = [tensor.entry.name for tensor in made.tensors]
-    flat = {name: to_matrix(tensors[name], is_turned(family, name)) for name in names}
-    masks = file_oracle.masks(flat, names, **way)
-    expected = {
-        name: from_matrix(mask, tensors[name].shape, is_turned(family, name))
-        for name, mask in masks.items()
-    }
-    file_oracle.check(source, tmp_path / "out", expected, load)
-    assert verify(tmp_path / "out", source).problems == ()
-    if "pattern" in way:
-        facts = [f for f in inspect(open_checkpoint(tmp_path / "out")) if f.entry.name in names]
-        assert all(f.num_kept[2, 4] == f.num_groups[2, 4] == f.entry.numel // 4 for f in facts)
-    if family in ("gpt2", "gpt_oss", "llama4"):
-        model = type(tiny_model(family)).from_pretrained(tmp_path / "out")
-        state = model.state_dict()
-        assert all(torch.equal(state[name] == 0, ~expected[name]) for name in names)
+@pytest.mark.parametrize("family", FUSED)
+def test_layouts_of_fused_experts(saved, family):
+    checkpoint = open_checkpoint(saved(family))
+    fused = [each for each in checkpoint.tensors if len(each.shape) == 3]
+    for entry in fused:
+        experts, rows, columns = entry.shape
+        expected = (experts, rows, columns, 1) if FUSED[family] else (experts * rows, columns, 1, 1)
+        found = Layouts(checkpoint).of(entry)
+        assert (found.outer, found.inputs, found.columns, found.kernel) == expected, entry.name
+    assert len(fused) == 4, [each.name for each in fused]
 
 
 @pytest.mark.parametrize("family", every(4, FAMILIES))
@@ -121,21 +101,6 @@ def test_a_ranking_of_all_is_that_of_the_oracle(saved, tmp_path, family):
     )
     file_oracle.check(source, tmp_path / "out", masks, load)
     assert verify(tmp_path / "out", source).problems == ()
-
-
-def is_turned(family, name):
-    return re.fullmatch(TURNED.get(family, ""), name) is not None
-
-
-def to_matrix(tensor, is_turned):
-    """[outputs, inputs]."""
-    return (tensor.transpose(-1, -2) if is_turned else tensor).flatten(0, -2)
-
-
-def from_matrix(mask, shape, is_turned):
-    if is_turned:
-        return mask.reshape(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2).reshape(shape)
-    return mask.reshape(shape)
 
 
 # What select takes of a live model is what the command line prunes in its checkpoint.
