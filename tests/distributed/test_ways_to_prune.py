@@ -1,8 +1,7 @@
 """Ways to prune with scores, budgets and channels: on any wrapping that of one process.
 
 A row prunes a model some times and returns what its reports say. The same row on one rank's whole
-model tells what masks and facts to expect; it is compared with an oracle. Budgets on wrappings, and
-scopes by every kind of score, are in tests/golden.
+model tells what masks and facts to expect; it is compared with an oracle, or tested in tests/unit.
 """
 
 import functools
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import distprune as prune
-from distprune import budgets, schedule
+from distprune import budgets, dynamic, schedule
 from distprune.call.reading import SignedScores
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
@@ -26,6 +25,8 @@ from helpers.sampling import every
 
 NAMES = ["l2.weight", "l1.weight", "l1.bias", "l3.weight", "l3.bias"]
 WEIGHTS = ["l3.weight", "l1.weight", "l2.weight"]
+HALF = {"amount": 0.5}
+LOWEST, RANDOM = {"method": prune.LowestScore}, {"method": prune.RandomUnstructured}
 RATIOS = dict(zip(NAMES, (0.1, 0.4, 0.2, 0.3, 0.0), strict=True))
 SHARES = dict(zip(NAMES, (0.5, 0.25, 0.0, 0.75, 1.0), strict=True))
 WRAPPINGS = wrappings.sampled(wrappings.ALL + wrappings.FSDP2_DIM1)
@@ -76,12 +77,12 @@ class Row:
 
     Attributes:
         run: prunes a Subject; returns facts of its reports.
-        oracle: from the values, by name, the masks of one process.
+        oracle: from the values, by name, the masks of one process; none by default.
         data, dtype: of the parameters; see helpers.models.fill.
     """
 
     run: Callable[[Subject], object]
-    oracle: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    oracle: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda values: {}
     data: str = "normal"
     dtype: str = "float32"
 
@@ -242,6 +243,46 @@ BUDGETS = {
     "owl": (lambda p: budgets.owl(p, 0.4, RATIOS, lam=0.2), lambda p: budgets.owl(p, 0.5, RATIOS)),
     "mapping": (lambda p: SHARES, lambda p: dict.fromkeys(NAMES, 0.6)),
 }
+
+
+def by_calls(*calls: dict, names=NAMES, scores: str = "") -> Row:
+    """Calls of global_unstructured, whose amount may be a function of the shapes."""
+
+    def run(s: Subject) -> list:
+        shapes, given = {name: tuple(s.whole[name].shape) for name in names}, {}
+        if scores == "signed":
+            given = few_scores(s.whole, names)
+        if scores == "factors":
+            terms = {name: terms_for(s.whole[name].shape, i) for i, name in enumerate(names)}
+            given = {name: prune.FactoredScores(each) for name, each in terms.items()}
+        facts = []
+        for call in calls:
+            amount = call.get("amount")
+            made = call | ({"amount": amount(shapes)} if callable(amount) else {})
+            facts.append(s.prune(names=names, scores=s.given(given) or None, **made))
+        return facts
+
+    return Row(run)
+
+
+def in_steps(s: Subject) -> list:
+    """A schedule with bounds, and normalised scores."""
+    ramp = schedule.Cubic(0, 2, 1, final_sparsity=0.7, initial_sparsity=0.2)
+    options = {"max_sparsity": 0.75, "normalize": "rms", "group": s.group}
+    pruner = schedule.ScheduledPruner(s.pairs(), ramp, **options)
+    return [pruner.step().num_pruned for _ in range(3)]
+
+
+def dropped_and_grown(s: Subject) -> list:
+    """SET, twice: elements grow at random."""
+    facts = s.prune(names=WEIGHTS, amount=0.5)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        report = dynamic.set_step(s.pairs(WEIGHTS), 0.3, group=s.group)
+        facts += [entry.num_grown for entry in report.parameters]
+    return facts
+
+
 ROWS = {
     **{f"signed {dtype}": signed(dtype, dtype == "float32")
        for dtype in ("float32", "bfloat16", "float64", "int64")},
@@ -261,6 +302,25 @@ ROWS = {
     "channels float64": by_channel(2, "normal", "float64"),
     "channels by scores": by_channel(1, "rounded", given="tensors"),
     "channels by factors": by_channel(1, "few", given="factors"),
+    **{f"budget {name}": by_calls(*({"amount": amount} for amount in amounts))
+       for name, amounts in BUDGETS.items()},
+    "budget of scores": by_calls({"amount": BUDGETS["erk"][0]}, scores="factors"),
+    "bounds of scores": by_calls({**HALF, "min_sparsity": 0.3, "max_sparsity": 0.6},
+                                 scores="factors"),
+    "bounds of signed scores": by_calls({**LOWEST, **HALF, "max_sparsity": 0.6, "normalize": "rms"},
+                                        names=WEIGHTS, scores="signed"),
+    "rows of scores": by_calls({"scope": "row", **HALF}, names=WEIGHTS, scores="factors"),
+    "rows of signed scores": by_calls({**LOWEST, "scope": "row", **HALF}, names=WEIGHTS,
+                                      scores="signed"),
+    "rows at random": by_calls({**RANDOM, "scope": "row", **HALF}, names=WEIGHTS),
+    "layers of signed scores": by_calls({**LOWEST, "scope": "layer", **HALF}, names=WEIGHTS,
+                                        scores="signed"),
+    "1:2 of scores": by_calls({"pattern": "1:2"}, names=NAMES[:2], scores="factors"),
+    "1:2 of signed scores": by_calls({**LOWEST, "pattern": "1:2"}, names=NAMES[:2],
+                                     scores="signed"),
+    "1:2 at random": by_calls({**RANDOM, "pattern": "1:2"}, names=NAMES[:2]),
+    "schedule": Row(in_steps),
+    "drop and grow": Row(dropped_and_grown),
 }  # fmt: skip
 
 

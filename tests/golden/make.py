@@ -2,7 +2,7 @@
 
 python tests/golden/make.py [--only PATTERN] [--write] [--few]
 
-The results of a case are equal on any number of ranks and on any wrapping, or they are not written.
+The results of a case are equal on any number of ranks, or they are not written.
 """
 
 import argparse
@@ -16,14 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from distprune.testing import preload  # noqa: E402
-from golden import checkpoints, corpus, models  # noqa: E402
+from golden import checkpoints, corpus  # noqa: E402
 
-preload("distprune._public", "golden.checkpoints", "golden.models")
+preload("distprune._public", "golden.checkpoints")
 
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--only", default="*", help='names of cases, such as "model/erk*"')
+    arguments.add_argument(
+        "--only", default="*", help='names of cases, such as "checkpoint/gpt2/*"'
+    )
     arguments.add_argument("--write", action="store_true", help="write what differs")
     arguments.add_argument("--few", action="store_true", help="on one number of ranks")
     chosen = arguments.parse_args()
@@ -46,11 +48,6 @@ def main() -> int:
             start = time.monotonic()
             sources[name], found = checkpoints.results(name, requests, num_ranks)
             add(f"checkpoint {name} on {num_ranks}", found, start)
-    for wrapping in models.ALL_WRAPPINGS[: 1 if chosen.few else None]:
-        cases = [c for c in models.CASES if fnmatch(models.case_name(c), chosen.only)]
-        if cases:
-            start = time.monotonic()
-            add(f"model {wrapping}", models.results(wrapping, cases), start)
     changed = corpus.differences(results, before["results"])
     print(f"{len(results)} cases; {len(changed)} differ from results.json")
     if wrong:

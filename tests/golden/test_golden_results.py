@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from golden import checkpoints, corpus, models
-from helpers.sampling import THOROUGH, every
+from golden import checkpoints, corpus
+from helpers.sampling import every
 
 FROZEN = corpus.stored()
 
@@ -29,18 +29,6 @@ def test_checkpoints(name, num_ranks):
     check(found)
 
 
-# On these wrappings every case runs once. The frozen results are also those of one rank.
-SAMPLE = ["fsdp2-4", "fsdp1_root-3", "tp-3", "fsdp2_dim1-2", "ddp-2", "fsdp1_flat-2"]
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("wrapping", models.ALL_WRAPPINGS if THOROUGH else SAMPLE)
-def test_models(wrapping):
-    number = SAMPLE.index(wrapping) if wrapping in SAMPLE else 0  # all cases, if thorough
-    names = every(len(SAMPLE), models.CASES, number)
-    check(models.results(wrapping, names))
-
-
 def test_every_case_is_frozen():
-    assert sorted(FROZEN["results"]) == sorted(checkpoints.ALL_CASES + models.ALL_CASES)
+    assert sorted(FROZEN["results"]) == sorted(checkpoints.ALL_CASES)
     assert set(FROZEN["sources"]) == set(checkpoints.BY_NAME)

@@ -42,7 +42,7 @@ FSDP2_TP = [f"fsdp2_tp-{mesh}" for mesh in ("1x2", "2x1", "1x3", "3x1", "2x2")]
 ANY_FSDP1 = ["fsdp1-2", "fsdp1-3", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2"]
 SHARDED = ANY_FSDP1 + FSDP2 + FSDP2_ROOT + HSDP + TP + FSDP2_TP  # any sizes
 ALL = REPLICATED + SHARDED
-# Where criteria and statistics are compared, and the kinds that golden results are of.
+# Where criteria and statistics are compared.
 TRAINED = [*ALL, *(w for w in FSDP1 + FSDP1_ROOT + FSDP1_FLAT if w not in ALL)]
 # The support matrix of distributed/test_training.py; integrations/test_deepspeed.py wraps its own.
 MATRIX = [
