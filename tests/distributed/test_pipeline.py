@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
-from distprune import schedule
+from distprune import budgets, schedule
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, raised
@@ -104,6 +104,14 @@ def pruned(kind: str, data: str, amounts: tuple) -> tuple:
     return [(entry.name, entry.num_pruned) for entry in report.parameters], stage.masks()
 
 
+def budgeted(kind: str, *amounts: dict) -> tuple:
+    """Sparsities by full name, of layers of other ranks too."""
+    stage = Stage(kind, "normal")
+    for amount in amounts:
+        report = stage.prune(amount=amount)
+    return [(entry.name, entry.num_pruned) for entry in report.parameters], stage.masks()
+
+
 def random_with_bounds(kind: str) -> tuple:
     torch.manual_seed(5 + dist.get_rank())  # the first one counts
     stage = Stage(kind, "normal")
@@ -168,6 +176,8 @@ def replaced(kind: str, which: int) -> tuple:
     return [(p.name, p.num_grown, p.num_pruned_now) for p in report.parameters], after
 
 
+SHAPES = {n: tuple(p.shape) for n, p in Deep().named_parameters() if n in NAMES}
+RATIOS = {name: number % 3 / 10 for number, name in enumerate(NAMES)}
 CALLS = [
     (pruned, "equal", (0.3, 0.5)),
     (pruned, "normal", (0.5,)),
@@ -175,6 +185,8 @@ CALLS = [
     *((selected, data, k) for data, k in (("normal", 200), ("few", 0), ("equal", 131))),
     (random_with_bounds,),
     (scheduled,),
+    (budgeted, budgets.uniform(SHAPES, 0.3), budgets.erk(SHAPES, 0.5, max_sparsity=0.8)),
+    (budgeted, budgets.owl(SHAPES, 0.4, RATIOS, lam=0.2)),
     *((replaced, which) for which in range(3)),
 ]
 
@@ -199,13 +211,13 @@ def test_masks_are_those_of_one_process(kind):
         assert all(seen == facts for seen, _ in found), call
         for name, tensor in whole.items():
             parts = [tensors[name] for _, tensors in found if name in tensors]
-            assert_parts_of(tensor, parts, kind, f"{call} {name}")
+            assert_parts_of(tensor, parts, kind, f"{name} of {call}")
 
 
 def assert_parts_of(whole: Tensor, parts: list[Tensor], kind: str, what: str) -> None:
     """The parts that the ranks hold, in their order, make up a whole tensor."""
     is_whole = kind in ("plain", "whole", "uneven", "ddp")
-    if is_whole or (kind == "tp" and "head.weight" in what):
+    if is_whole or (kind == "tp" and what.startswith("head.weight")):
         assert parts and all(torch.equal(part, whole) for part in parts), what
     else:  # two ranks in the order of their rows
         assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), whole.reshape(-1)), what
@@ -228,7 +240,8 @@ def test_one_process_with_the_whole_model():
         assert all(torch.equal(masks[name], keep) for name, keep in keeps.items())
         if call is pruned:
             assert facts == [(name, int((~keep).sum())) for name, keep in keeps.items()]
-    random, ramp, changed = of_one_process()[6:9]
+    random, ramp, half, share, changed = of_one_process()[6:11]
+    assert [sum(n for _, n in facts) for facts, _ in (half, share)] == [SIZE // 2, SIZE * 2 // 5]
     assert random[0] == 225 and int((~random[1]["head.weight"]).sum()) >= 15
     assert ramp[0] == [0, 0, 135, 0, 270] and int((~ramp[1]["layers.3.weight"]).sum()) == 33
     before = keeps_of("few", (0.4,))

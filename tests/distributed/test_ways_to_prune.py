@@ -19,7 +19,7 @@ from distprune import budgets, dynamic, schedule
 from distprune.call.reading import SignedScores
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, outcome, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, outcome, wrong_masks
 from helpers.models import EVEN, UNEVEN, Net, fill, target
 from helpers.sampling import every
 
@@ -366,29 +366,6 @@ def test_bytes_are_per_channel():
     large, _ = run_ranks(bytes_of_channels, 2, 64)
     assert small == other
     assert large - small == 16 * 2 * (64 - 16)  # 16 bytes for each channel of two groups
-
-
-def stage_differences() -> list[str]:
-    """Each rank has some layers of one model; budgets are given by full name."""
-    alone, rank, wrong = dist.new_subgroups(1)[0], dist.get_rank(), []
-    for name, amounts in BUDGETS.items():
-        single, stage = Subject("plain-1", group=alone), Subject("plain-1")
-        mine = [n for n in NAMES if int(n[1]) % dist.get_world_size() == rank]
-        shapes = {n: tuple(single.whole[n].shape) for n in NAMES}
-        for amount in amounts:
-            expected = dict(zip(NAMES, single.prune(amount=amount(shapes)), strict=True))
-            stage.prune(names=mine, amount=amount(shapes), pipeline_parallel=True)
-            found = {n: int((~mask).sum()) for n, mask in stage.masks().items()}
-            if found != {n: expected[n] for n in found} or set(found) != set(mine):
-                wrong.append(f"{name}: {found}, not {expected}")
-        keeps = {n: keep for n, keep in single.masks().items() if n in mine}
-        wrong += wrong_masks(stage.model, keeps, stage.indices, name)
-    return wrong
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_budgets_of_pipeline_stages(num_ranks):
-    assert_nothing_wrong(run_ranks(stage_differences, num_ranks))
 
 
 def pruning(**options) -> Callable[[Subject], Callable]:

@@ -565,49 +565,6 @@ def test_experts_that_saw_no_token_are_named(tmp_path):
     assert f"no token came to {LAYER}.down_proj, {LAYER}.gate_up_proj (6" in warning
 
 
-E, INNER, H = 3, 10, 12
-
-
-@pytest.mark.parametrize("layout", ["experts", "transposed_experts"])
-@pytest.mark.parametrize(
-    "names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")], ids=["gate", "w1"]
-)
-def test_experts_of_their_own_tensors_have_the_scores_of_the_parameter(tmp_path, layout, names):
-    """A gate comes before what it multiplies, as transformers concatenates them."""
-    generator = torch.Generator().manual_seed(0)
-    gate, up, down = (
-        torch.randn(E, *shape, generator=generator)
-        for shape in ((INNER, H), (INNER, H), (H, INNER))
-    )
-    merged = {f"{LAYER}.gate_up_proj": torch.cat([gate, up], 1), f"{LAYER}.down_proj": down}
-    one_each = {
-        f"{LAYER}.{expert}.{name}.weight": values[expert].clone()
-        for name, values in zip(names, (gate, up, down), strict=True)
-        for expert in range(E)
-    }
-    shapes = {name: value.shape for name, value in merged.items()}
-    if layout == "transposed_experts":
-        shapes = {name: (n, inputs, outputs) for name, (n, outputs, inputs) in shapes.items()}
-    statistics = str(tmp_path / "statistics.safetensors")
-    write_statistics(
-        statistics,
-        "gradients",
-        {n: stored_gradients(WeightLayout(layout, s)) for n, s in shapes.items()},
-    )
-    for folder, state in (("merged", merged), ("one_each", one_each)):
-        source = tiny_checkpoints.save(tmp_path / folder, state)
-        recipe = raw_recipe(
-            0.5, score="fisher", statistics=statistics, include=("*experts*",), input_dims={"*": -1}
-        )
-        pruning.prune(planning.plan(source, recipe), tmp_path / f"{folder}_pruned")
-    whole, parts = (masks_of(tmp_path / f"{folder}_pruned") for folder in ("merged", "one_each"))
-    for expert in range(E):
-        first, second, last = (parts[f"{LAYER}.{expert}.{name}.weight"] for name in names)
-        assert torch.cat([first, second]).equal(whole[f"{LAYER}.gate_up_proj"][expert])
-        assert last.equal(whole[f"{LAYER}.down_proj"][expert])
-    assert any(not keep.all() for keep in whole.values())
-
-
 def plan_with(tmp_path, statistics, **more):
     state = {name: t.detach() for name, t in make_model(torch.float32).state_dict().items()}
     source = tmp_path / "source"

@@ -185,10 +185,6 @@ else:
 with_toml = pytest.mark.skipif(not PROJECT, reason="tomllib is in Python 3.11 and later")
 RELEASE = yaml.safe_load((ROOT_OF_RELEASE / ".github/workflows/release.yml").read_text())
 JOBS = RELEASE["jobs"]
-FILES = (
-    "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "GOVERNANCE.md", "LICENSE", "SECURITY.md",
-    ".github/CODEOWNERS", ".github/PULL_REQUEST_TEMPLATE.md",
-)  # fmt: skip
 TEXTS = {".cff", ".md", ".py", ".sh", ".toml", ".yaml", ".yml", ""}
 SKIPPED = re.compile(r"\..*|build|dist|runs|__pycache__|.*\.egg-info")
 
@@ -201,13 +197,6 @@ def texts():
             path = Path(folder, name)
             if path.suffix in TEXTS and path != Path(__file__):
                 yield path, path.read_text(encoding="utf-8", errors="replace")
-
-
-def test_what_a_project_for_strangers_has():
-    for name in FILES:
-        assert (ROOT_OF_RELEASE / name).read_text(encoding="utf-8").strip(), name
-    for form in (ROOT_OF_RELEASE / ".github/ISSUE_TEMPLATE").glob("*.yml"):
-        assert yaml.safe_load(form.read_text()), form
 
 
 @with_toml

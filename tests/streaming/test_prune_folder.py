@@ -27,7 +27,7 @@ from helpers.tiny_transformers import save_tiny
 
 RECIPE = raw_recipe(sparsity=0.5, score="fisher", normalize=None)
 FAMILIES = [
-    "llama", "mistral", "qwen3", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3",
+    "llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3",
 ]  # fmt: skip
 
 
