@@ -25,10 +25,10 @@ from helpers.sampling import THOROUGH, every
 WRAPPINGS = [
     "plain-1", "plain-2", "ddp-3", "fsdp1-3", "fsdp1_root-2", "fsdp1_flat-2", "fsdp1_hybrid-2x2",
     "fsdp2-1", "fsdp2-2", "fsdp2-4", "fsdp2_root-3", "fsdp2_dim1-3", "hsdp-2x2", "tp-2", "tp-3",
-    "fsdp2_tp-2x2", "replicate-3", "fsdp2_replicate-2",
+    "fsdp2_tp-2x2", "replicate-2", "fsdp2_replicate-2",
 ]  # fmt: skip
 # Every row runs on another number of ranks of the same kind.
-FEW_ROWS = ("plain-1", "fsdp2-1", "fsdp2-4", "tp-2")
+FEW_ROWS = ("plain-1", "fsdp2-1", "fsdp2-4", "tp-3")
 if THOROUGH:
     WRAPPINGS = [*wrappings.MATRIX, *wrappings.FSDP2_DIM1]
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]

@@ -590,22 +590,3 @@ def test_statistics_of_the_other_kind_are_refused(tmp_path):
         plan_with(tmp_path, of_gradients, score="fisher", budget="owl")
     with pytest.raises(SelectionError, match=r"score fisher needs statistics of gradients; .*FILE"):
         plan_with(tmp_path, None, score="fisher")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"count": 0.0}, "has the count 0"),
-        ({"count": float("nan")}, "has the count nan"),
-        ({"first": np.ones(9)}, "has sums of the shapes"),
-        ({"second": -np.ones(12)}, "not finite or negative"),
-        ({"second": np.full(12, np.inf)}, "not finite or negative"),
-        ({"layout": WeightLayout("unknown", (10, 12))}, "malformed"),
-    ],
-)
-def test_malformed_statistics_are_refused(tmp_path, change, message):
-    of_one = StoredStatistics(**vars(stored_gradients(WeightLayout("linear", (10, 12)))) | change)
-    path = str(tmp_path / "gradients.safetensors")
-    write_statistics(path, "gradients", {"layers.0.weight": of_one})
-    with pytest.raises((CheckpointError, SelectionError), match=message):
-        plan_with(tmp_path, path, score="fisher")

@@ -268,7 +268,7 @@ def use(folder, name, other, target):
 @pytest.mark.parametrize(
     ("family", "name", "other"),
     [
-        ("llama", "fsdp_tp", "hsdp"),
+        pytest.param("llama", "fsdp_tp", "hsdp", marks=pytest.mark.thorough),
         ("qwen3_moe", "ep_tp", "fsdp"),
         ("mixtral", "ep_fsdp_tp", "hsdp"),
         ("qwen3_moe", "tp", None),  # DCP cannot store experts that are cut by columns

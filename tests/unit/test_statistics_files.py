@@ -103,6 +103,7 @@ def stored(**changes) -> StoredStatistics:
     return StoredStatistics(WeightLayout(**weight), **fields)
 
 
+GRADIENTS = {"of_gradients": True, "count": 4.0, "first": np.zeros(2)}
 EXPERTS = {
     "kind": "transposed_experts", "shape": (2, 3, 5), "count": (4, 4),
     "first": np.zeros((2, 3)), "second": np.ones((2, 3)),
@@ -122,12 +123,18 @@ EXPERTS = {
         ({**EXPERTS, "count": (4, -1)}, "malformed"),
         ({**EXPERTS, "count": (4,)}, "malformed"),
         ({**EXPERTS, "shape": (2, 3, 5, 1)}, "malformed"),
+        ({**GRADIENTS, "count": 0.0}, "has the count 0"),
+        ({**GRADIENTS, "count": float("nan")}, "has the count nan"),
+        ({**GRADIENTS, "first": np.zeros(3)}, "has sums of the shapes"),
+        ({**GRADIENTS, "first": -np.ones(2)}, "not finite or negative"),
     ],
 )
 def test_a_malformed_file_is_refused(changes, text, tmp_path):
-    write_statistics(tmp_path / "a", "one_pass", {"fc.weight": stored(**changes)})
+    made = stored(**changes)
+    mode = "gradients" if made.of_gradients else "one_pass"
+    write_statistics(tmp_path / "a", mode, {"fc.weight": made})
     with pytest.raises(CheckpointError, match=text):
-        read_statistics(tmp_path / "a")
+        read_statistics(tmp_path / "a", made.of_gradients)
 
 
 def test_other_files_are_refused(tmp_path):
