@@ -22,6 +22,7 @@ from distprune.api.global_mask import GlobalMask as GlobalMask
 from distprune.api.global_mask import global_mask as global_mask
 from distprune.api.global_structured import ChannelPart as ChannelPart
 from distprune.api.global_structured import global_structured as global_structured
+from distprune.api.global_structured import shrink_channels as shrink_channels
 from distprune.api.global_unstructured import global_unstructured as global_unstructured
 from distprune.api.local import custom_from_mask as custom_from_mask
 from distprune.api.local import identity as identity

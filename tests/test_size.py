@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "__init__.py": (17, 1),
     "__main__.py": (13, 1),
-    "_public.py": (58, 1),
+    "_public.py": (59, 1),
     "_transformers.py": (330, 1),
     "_version.py": (1, 1),
-    "api": (874, 7),
+    "api": (965, 7),
     "base": (818, 9),
     "budgets.py": (212, 1),
     "call": (805, 5),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (19946, 120)
+TOTAL = (20038, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 28446, "launch": 831}
+FOLDERS = {"tests": 28511, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -1,4 +1,4 @@
-"""``global_structured``: whole channels, ranked over many layers and all ranks.
+"""Whole channels, ranked over many layers and all ranks; and taken out of a plain model.
 
 Channels are numbered group by group, so that the order (score, group, index) is that of (score,
 number). All ranks cut it alike, because all have the same numbers.
@@ -6,21 +6,27 @@ number). All ranks cut it alike, because all have the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distprune.api.chosen_masks import put_masks
+from distprune.api.local import remove
 from distprune.base.amount import Amount, validate_amount
 from distprune.base.exact_sums import Normalization, check_normalization
-from distprune.base.naming import checked_pair, label_of
+from distprune.base.naming import checked_pair, label_of, unwrap
+from distprune.base.pruned_form import mask_key, orig_key
 from distprune.call.reading import check_mapping, check_order
 from distprune.call.report import ChannelGroupReport, StructuredReport
 from distprune.call.request import Decision, ParameterArguments, PruningCall
+from distprune.masks.hook import check_removable, hooks_on
 from distprune.methods import channels
 from distprune.methods.base import describe_argument
 from distprune.methods.channels import ChannelSlice, norm_order
@@ -85,7 +91,8 @@ def global_structured(
     A channel is a slice of each parameter of a group: a neuron of an MLP with its rows and its
     column, a head with its rows of q, k and v and its columns of o. Its score is the L_n norm of
     all its elements in all those parameters. The channels of the lowest scores are pruned in all of
-    them. They are masked, and nothing changes its shape: the report says what could be removed.
+    them. They are masked, and nothing changes its shape: the report says what could be removed, and
+    :func:`shrink_channels` removes it from a plain model.
 
     The mask that each rank gets is, bit for bit, its slice of the mask that one process would
     compute: norms are exact sums, and channels are ordered by (score, position of the group, index
@@ -241,3 +248,140 @@ def _slices(
         by_group.append(slices)
         first += slices[0].num_channels
     return by_group
+
+
+# By the class of a layer, what it calls the sizes of the dimensions that can be cut.
+_SIZES: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("out_features", "in_features"),
+    nn.modules.conv._ConvNd: ("out_channels", "in_channels"),
+    nn.modules.batchnorm._NormBase: ("num_features",),
+}
+# By layer and dimension: the indices that stay.
+_Cuts = dict[nn.Module, dict[int, Tensor]]
+
+
+def shrink_channels(
+    groups: Mapping[str, Sequence[ChannelPart]], forward: Callable[[], Tensor]
+) -> dict[str, list[int]]:
+    """Take the channels that ``global_structured`` has masked out of a plain model. Local.
+
+    prune.global_structured(groups, amount=0.3)
+    model.eval()
+    prune.shrink_channels(groups, lambda: model(example))
+
+    A channel goes if all of its parts are masked. With it goes what a layer has for it besides: the
+    bias of an output, the running statistics of a norm. The layers stay the same objects, with
+    smaller parameters and sizes (``out_features``, ...), and have no masks any more: other elements
+    that were pruned are zero. Their parameters are new ones: make optimizers, and wrappers such as
+    DDP, afterwards.
+
+    Args:
+        groups: as for ``global_structured``. Here a parameter may be in two groups: the weight of a
+            layer between two others has the outputs of one, and the inputs of the other.
+        forward: runs the model on an example, in evaluation mode. Without the channels of a group
+            its result has to be the same, to rounding.
+
+    Returns:
+        By group, the numbers of the channels that went.
+
+    Raises:
+        NotImplementedError: a layer other than nn.Linear, convolutions without groups, batch and
+            instance norms; a parameter that is not masked, is sharded or tied; a group whose
+            channels are connected to more than its parts, as by a residual connection or a layer
+            norm, so that without them ``forward`` fails, or gives something else.
+        ValueError: parts of a group that do not fit each other, or of which nothing would be left.
+
+    On an error nothing has changed.
+
+    Cost: two runs of ``forward`` for each group, and a copy of its layers.
+    """
+    cuts, removed = _Cuts(), dict[str, list[int]]()
+    with torch.no_grad():
+        for name, parts in groups.items():
+            found = [_live_channels(part) for part in parts]
+            lives = [live for *_, live in found]
+            if len({*map(len, lives)}) != 1 or not bool(torch.stack(lives).any()):
+                raise ValueError(
+                    f"group {name} has parts of {[*map(len, lives)]} channels; expected as many in "
+                    "each, of which some are not masked."
+                )
+            live, own = torch.stack(lives).any(0), _Cuts()
+            for part, (module, dim, _) in zip(parts, found, strict=True):
+                kept = live.repeat_interleave(part.size).nonzero().view(-1)
+                own.setdefault(module, {})[dim] = kept
+                cuts.setdefault(module, {})[dim] = kept
+            _check_result(name, own, forward)
+            removed[name] = (~live).nonzero().view(-1).tolist()
+        _check_result(", ".join(groups), cuts, forward)
+        for module, of_module in cuts.items():
+            for hook in hooks_on(module):
+                remove(module, hook._tensor_name)
+            vars(module).update(vars(_smaller(module, of_module)))
+    return removed
+
+
+def _live_channels(part: ChannelPart) -> tuple[nn.Module, int, Tensor]:
+    """The layer and the dimension of a part, and bool [channels]: what is not masked there."""
+    module, (_, name) = unwrap(part.parameter[0]), part.parameter
+    mask, num_dims = module._buffers.get(mask_key(name)), len(_sizes_of(module))
+    is_plain = orig_key(name) in module._parameters and not check_removable(module, name)
+    dim = 0 if mask is None else range(mask.ndim)[part.dim]
+    if mask is None or not is_plain or dim >= num_dims or mask.shape[dim] % part.size:
+        raise NotImplementedError(
+            f"{part.label} (dim {part.dim} of a {type(module).__name__}) is not masked, is sharded "
+            f"or tied, or cannot be cut by {part.size}; expected outputs or inputs of linear "
+            "layers and convolutions without groups, or batch or instance norms, of a plain model."
+        )
+    rows = mask.movedim(dim, 0).reshape(mask.shape[dim] // part.size, -1)
+    return module, dim, rows.any(1).cpu()
+
+
+def _sizes_of(module: nn.Module) -> tuple[str, ...]:
+    """What a layer calls the sizes of its dimensions; () if it cannot be cut."""
+    has_groups = getattr(module, "groups", 1) > 1 or getattr(module, "transposed", False)
+    known = (sizes for kind, sizes in _SIZES.items() if isinstance(module, kind))
+    return () if has_groups or "forward" in vars(module) else next(known, ())
+
+
+def _check_result(name: str, cuts: _Cuts, forward: Callable[[], Tensor]) -> None:
+    """Raise NotImplementedError if the model gives something else without channels of a group."""
+    wanted, error = forward(), None
+    found = torch.full_like(wanted, torch.nan)
+    with contextlib.ExitStack() as changes:
+        for module, of_module in cuts.items():
+            vars(module)["forward"] = _smaller(module, of_module).forward
+            changes.callback(vars(module).pop, "forward")
+        try:
+            found = forward()
+        except Exception as raised:
+            error = raised
+    allowed = torch.finfo(wanted.dtype).eps ** 0.5 * wanted.abs().max()
+    if found.shape != wanted.shape or not bool(((found - wanted).abs() <= allowed).all()):
+        raise NotImplementedError(
+            f"group {name}: without its masked channels the model gives another result, or none "
+            f"({error}); expected a model in evaluation mode, and parts of all layers that these "
+            "channels are connected to. Channels of residual connections and layer norms stay."
+        ) from error
+
+
+def _smaller(module: nn.Module, cuts: Mapping[int, Tensor]) -> nn.Module:
+    """A copy of a layer without masks, with the indices that stay."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        for dim, kept in cuts.items():
+            if dim < tensor.ndim:
+                tensor = tensor.index_select(dim, kept.to(tensor.device))
+        return tensor
+
+    small, pruned = copy.copy(module), [hook._tensor_name for hook in hooks_on(module)]
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    for name in pruned:
+        del parameters[orig_key(name)], buffers[mask_key(name)]
+        parameters[name] = vars(small).pop(name)
+    for name, parameter in parameters.items():
+        if parameter is not None:
+            parameters[name] = nn.Parameter(cut(parameter), parameter.requires_grad)
+    buffers = {name: each if each is None else cut(each) for name, each in buffers.items()}
+    sizes = {_sizes_of(module)[dim]: len(kept) for dim, kept in cuts.items()}
+    vars(small).update(sizes, _parameters=parameters, _buffers=buffers)
+    return small

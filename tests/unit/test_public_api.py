@@ -24,7 +24,7 @@ OURS = {
     "dense_gradients", "dynamic", "get_masks", "global_mask", "global_structured",
     "hold_zeros", "keep_pruned_values", "load_masks", "masks_aside", "masks_from_zeros",
     "reconstruct", "save_masks", "schedule", "select", "set_masks",
-    "statistics", "verify",
+    "shrink_channels", "statistics", "verify",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import distprune as prune
 from distprune.methods.channels import normalized
-from helpers.comparisons import changes, snapshot
+from helpers.comparisons import changes, outcome, snapshot
 
 
 @torch.no_grad()
@@ -157,3 +158,81 @@ def test_pruned_nan_and_scores_of_unranked_parts_do_not_count():
     bias = prune.ChannelPart((model[0], "bias"), 0, is_ranked=False)
     prune.global_structured({"a": [part(model[0], 0), bias]}, amount=1)
     assert model[0].weight_mask.sum(1).tolist() == [0, 1, 2]
+
+
+def outputs(layer, *others):
+    """The parts of some outputs: the weight of a layer, and what has no part in the ranking."""
+    rest = [part(each, 0, name=name, is_ranked=False) for each, name in others]
+    return [part(layer, 0), *rest]
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_masked_channels_are_taken_out(dims):
+    convolution = [nn.Conv1d, nn.Conv2d, nn.Conv3d][dims - 1]
+    norm = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d][dims - 1]
+    first, norm, second, last = (
+        convolution(2, 8, 2), norm(8), convolution(8, 6, 2), nn.Linear(6 * 2**dims, 3),
+    )  # fmt: skip
+    model = nn.Sequential(first, norm, nn.ReLU(), second, nn.Flatten(), last)
+    example = torch.randn(5, 2, *[4] * dims)
+    model(example)  # running statistics
+    model.eval()
+    between = {"a": [*outputs(first, (norm, "weight"), (norm, "bias")), part(second, 1)]}
+    after = {"b": [*outputs(second, (second, "bias")), part(last, 1, 2**dims)]}
+    prune.l1_unstructured(first, "weight", 3)
+    prune.global_structured(between, amount=3)
+    prune.global_structured(after, amount=2)
+    wanted, keep = model(example), norm.weight_mask == 1
+    biases = first.bias[keep], norm.running_var[keep]
+    removed = prune.shrink_channels({**between, **after}, lambda: model(example))
+    assert removed["a"] == (~keep).nonzero().view(-1).tolist() and len(removed["b"]) == 2
+    assert torch.allclose(model(example), wanted, atol=1e-6)
+    assert (first.out_channels, norm.num_features, second.in_channels) == (5, 5, 5)
+    assert (second.out_channels, last.in_features, last.out_features) == (4, 4 * 2**dims, 3)
+    assert all(map(torch.equal, biases, (first.bias, norm.running_var)))
+    assert not prune.is_pruned(model)
+    plain = nn.Sequential(
+        convolution(2, 5, 2), type(norm)(5), nn.ReLU(), convolution(5, 4, 2), nn.Flatten(),
+        nn.Linear(4 * 2**dims, 3),
+    )  # fmt: skip
+    plain.load_state_dict(model.state_dict())
+    model(example).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Connected(nn.Module):
+    """Two linear layers whose channels another one has, too."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.first, self.second, self.other = nn.Linear(3, 4), nn.Linear(4, 3), other
+
+    def forward(self, x):
+        hidden = self.first(x)
+        hidden = hidden + self.other(x) if self.other.weight.ndim == 2 else self.other(hidden)
+        return self.second(hidden)
+
+
+def neurons(model):
+    return [part(model.first, 0), part(model.second, 1)]
+
+
+@pytest.mark.parametrize(
+    ("other", "more", "amount", "kind", "text"),
+    [
+        (nn.Linear(3, 4), (), 1, "NotImplementedError", "group a: without .* another result"),
+        (nn.LayerNorm(4), (), 1, "NotImplementedError", "group a: without .*normalized_shape"),
+        (nn.LayerNorm(4), (0,), 1, "NotImplementedError", "weight .dim 0 of a LayerNorm"),
+        (nn.Linear(3, 4), (0,), 4, "ValueError", r"parts of \[4, 4, 4\] channels"),
+        (nn.Linear(3, 4), None, 1, "NotImplementedError", "Linear.weight .*is not masked"),
+    ],
+)
+def test_what_is_connected_otherwise_stays(other, more, amount, kind, text):
+    model, x = Connected(other).eval(), torch.randn(5, 3)
+    parts = [*neurons(model), *(part(other, dim, is_ranked=False) for dim in more or ())]
+    prune.global_structured({"a": parts}, amount=amount)
+    parts += [part(other, 0)] * (more is None)
+    model(x)
+    found = outcome(model, lambda: prune.shrink_channels({"a": parts}, lambda: model(x)))
+    assert found[0] == kind and re.search(text, found[1], re.DOTALL), found
+    assert found[2] == []
