@@ -27,7 +27,7 @@ ROOMS = {
     "dynamic.py": (128, 1),
     "files": (2435, 13),
     "integrations": (785, 6),
-    "language_models": (1663, 10),
+    "language_models": (1672, 10),
     "layouts.py": (13, 1),
     "masks": (437, 3),
     "methods": (672, 4),
@@ -39,14 +39,14 @@ ROOMS = {
     "selftest.py": (321, 1),
     "shards": (797, 5),
     "statistics": (1365, 6),
-    "streaming": (1474, 7),
+    "streaming": (1466, 7),
     "testing.py": (231, 1),
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (20038, 120)
+TOTAL = (20039, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 28511, "launch": 831}
+FOLDERS = {"tests": 28519, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -182,6 +182,16 @@ def check_run(model: nn.Module, tokens: Tensor, batch_size: int = 1) -> None:
             f"the windows have {tokens.shape[1]} tokens, and the model has {positions} positions "
             "(max_position_embeddings); expected windows that are not longer."
         )
+
+
+def check_finite(moved: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if weights that have moved are not finite, in the dtype that keeps them."""
+    for name, tensor in moved.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(
+                f"{name}: moved weights are not finite as {tensor.dtype}, in which they are kept; "
+                "expected update none and polish 0, or weights of bfloat16."
+            )
 
 
 def on_device_of(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from distprune.language_models.calibrating import calibrate, prune_block_by_bloc
 from distprune.language_models.folders import require_extra
 from distprune.language_models.running import (
     Report,
+    check_finite,
     check_same,
     in_eval_mode,
     output_of,
@@ -401,8 +402,9 @@ def _without_neurons(
 
     def take_over(found: Sequence[NamedParameter]) -> None:
         for pair in found:
-            layer, stay = chosen[pair.fqn]
-            errors[layer.name] = move_columns(model, layer, stay, grams, damping)
+            (layer, stay), gram = chosen[pair.fqn], grams.matrix(*pair)
+            moved = move_columns(model, layer, stay, gram, damping, getattr(*pair).dtype)
+            errors[layer.name] = moved
 
     try:
         prune_block_by_block(model, windows, grams, take_over, **run)
@@ -441,19 +443,26 @@ def worth_of_neurons(model: nn.Module, layer: Layer, factors: Factors) -> Tensor
 
 
 def move_columns(
-    model: nn.Module, layer: Layer, stay: Tensor, grams: GramMatrices, damping: float
+    model: nn.Module, layer: Layer, stay: Tensor, gram: Tensor, damping: float, dtype: torch.dtype
 ) -> list[float]:
-    """Let the neurons of a layer that stay take over, the others become 0. Collective.
+    """Let the neurons of a layer that stay take over, the others become 0.
+
+    Args:
+        gram: the Gram matrix of the neurons.
+        dtype: in which the result is kept.
 
     Returns:
         The relative errors of ``ShrunkLayer``.
+
+    Raises:
+        ValueError: new weights are not finite in their dtype.
     """
-    pair = pair_of(model, layer.inner)
-    weight = getattr(*pair).data
+    weight = getattr(*pair_of(model, layer.inner)).data
     view = weight if layer.dims[layer.inner] == 1 else weight.T
-    gram = grams.matrix(*pair).to(view.device)
-    new, *errors = solve_columns(view, stay.to(view.device), gram, damping, layer.inner)
+    stay, gram = stay.to(view.device), gram.to(view.device)
+    new, *errors = solve_columns(view, stay, gram, damping, layer.inner)
     view.copy_(new)
+    check_finite({layer.inner: weight.to(dtype)})
     return errors
 
 

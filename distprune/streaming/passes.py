@@ -27,7 +27,7 @@ from distprune.files.team import Team
 from distprune.language_models.calibrating import elementwise_criterion
 from distprune.language_models.losses import BatchLosses, Prediction
 from distprune.language_models.polishing import polishing_steps
-from distprune.language_models.running import Report, reporter
+from distprune.language_models.running import Report, check_finite, reporter
 from distprune.language_models.text import TokenWindows
 from distprune.recipes import ELEMENTWISE, Recipe
 from distprune.reconstruction import ReconstructedParameter, reconstruct
@@ -404,16 +404,6 @@ def _stored(stored: StoredLayers, parameters: Iterable[NamedParameter]) -> dict[
     made = stored.stored({p.fqn: _weight(p).detach().cpu() for p in parameters})
     check_finite(made)
     return made
-
-
-def check_finite(moved: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if tensors of a checkpoint that have moved are not finite."""
-    for name, tensor in moved.items():
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(
-                f"{name}: moved weights are not finite as {tensor.dtype}, its dtype in the "
-                "checkpoint; expected update none and polish 0, or a source of bfloat16."
-            )
 
 
 def _entries_in(folder: Path) -> dict[str, TensorEntry]:

@@ -38,7 +38,7 @@ from distprune.reconstruction import DAMPING
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.gram import GramMatrices
 from distprune.streaming.layers import StreamedModel
-from distprune.streaming.passes import LayerPasses, TextSettings, check_finite, write_tensors
+from distprune.streaming.passes import LayerPasses, TextSettings, write_tensors
 from distprune.streaming.pruning import (
     OWN_TEXT_FILE,
     OwnText,
@@ -288,9 +288,8 @@ class ShrinkPasses(LayerPasses):
             layer, pair = self.layers[number], shrinking.pair_of(model, self.layers[number].inner)
             grams = GramMatrices([pair])
             stream.collect(number, grams)
-            found = shrinking.move_columns(model, layer, stay, grams, settings.damping)
-            dtype = self.small.get_parameter(layer.inner).dtype
-            check_finite({layer.inner: getattr(*pair).detach().to(dtype)})
+            gram, dtype = grams.matrix(*pair), self.small.get_parameter(layer.inner).dtype
+            found = shrinking.move_columns(model, layer, stay, gram, settings.damping, dtype)
             return {"errors": {layer.name: found}}
 
         for number in layers("update", numbers):

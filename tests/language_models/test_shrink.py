@@ -301,3 +301,13 @@ def test_arguments_that_are_wrong():
     model.model.layers[1].mlp.up_proj.weight.data[3] = torch.nan
     refused(ValueError, "model.layers.1: what some of its neurons", windows=None, neurons=0.5,
             round_to=2)  # fmt: skip
+
+
+def test_moved_weights_that_are_not_finite_are_refused(monkeypatch):
+    model = model_of("LlamaForCausalLM")
+    before = copy.deepcopy(model.state_dict())
+    moved = lambda view, *_: (view.double() * 1e300, 0.0, 0.0)  # noqa: E731
+    monkeypatch.setattr("distprune.language_models.shrinking.solve_columns", moved)
+    with pytest.raises(ValueError, match=r"0.mlp.down_proj.weight: moved weights are not finite"):
+        language_models.shrink(model, WINDOWS, neurons=0.25, round_to=2)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
