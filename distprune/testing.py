@@ -28,19 +28,11 @@ The library itself does not need this module, and ``import distprune`` does not 
 
 Calls travel by pickle, with the file that their function is in.
 
-[Note: one group after another in one process] Three things make this safe:
-  - a barrier right after init: a rank that failed while another was still inside
-    init would leave their group counters apart, and the next call would hang;
-  - DTensor's caches are cleared after destroy: they would return the mesh of the
-    previous call, whose groups are destroyed, and keep the threads of those groups;
-  - the groups are destroyed only when every rank has answered, so that no rank
-    sees "connection closed by peer" because another one was quicker.
-
-[Note: the last reference to a group] The destructor of a gloo group waits for its
-threads, and a thread that frees the tensors of a collective needs the GIL. Python's own
-reference to a group releases the GIL before it runs the destructor; other references, such
-as that of DDP's reducer, do not, and the rank would hang (pytorch/pytorch#56297). So this
-module keeps references of its own, and drops them last.
+[Note: one group after another in one process] A barrier right after init, because a rank that
+failed while another was still inside init would leave their group counters apart, and the next call
+would hang; and the groups are destroyed only when every rank has answered, so that no rank sees
+"connection closed by peer" because another one was quicker. See also collectives.[Note: the last
+reference to a group].
 """
 
 from __future__ import annotations
@@ -52,7 +44,6 @@ import gc
 import importlib
 import importlib.util
 import multiprocessing
-import operator
 import os
 import pickle
 import signal
@@ -316,6 +307,8 @@ def _work(pipe: Any, stack_file: Path) -> None:
     """Answer calls until the other end closes; SIGUSR1 writes the stack to a file."""
     import torch
 
+    from distprune.ranks.collectives import end_groups
+
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # full collections then visit the tests' objects only, not the preloaded ones
@@ -324,7 +317,7 @@ def _work(pipe: Any, stack_file: Path) -> None:
         while True:
             pipe.send_bytes(_answer(*pipe.recv()))
             pipe.recv()  # every rank has answered
-            _leave_group()
+            end_groups()
 
 
 def _answer(rank: int, world_size: int, store: str, call: bytes) -> bytes:
@@ -342,32 +335,3 @@ def _answer(rank: int, world_size: int, store: str, call: bytes) -> bytes:
         return pickle.dumps(("ok", fn(*args, **kwargs)))
     except BaseException:  # including SystemExit and pytest.fail
         return pickle.dumps(("error", traceback.format_exc()))
-
-
-# Private functions of torch that clear a cache; a torch that lacks one has no such cache.
-_CLEAR = (
-    ("debug", "_clear_sharding_prop_cache"),
-    ("_redistribute", "clear_redistribute_planner_cache"),
-    ("_redistribute", "_gen_transform_infos.cache_clear"),
-    ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
-)
-
-
-def clear_dtensor_caches() -> None:
-    """Forget every mesh that DTensor has cached; see [Note: one group after another]."""
-    for module, path in _CLEAR if "torch.distributed.tensor" in sys.modules else ():
-        with contextlib.suppress(ImportError, AttributeError):
-            found = importlib.import_module(f"torch.distributed.tensor.{module}")
-            operator.attrgetter(path)(found)()
-
-
-def _leave_group() -> None:
-    import torch.distributed as dist
-
-    groups: list[dist.ProcessGroup] = []
-    if dist.is_initialized():
-        groups += dist.distributed_c10d._world.pg_map
-        dist.destroy_process_group()
-    clear_dtensor_caches()
-    gc.collect()  # wrapped models are reference cycles that keep the group and its threads
-    groups.clear()  # the last references; see [Note: the last reference to a group]

@@ -25,14 +25,14 @@ ROOMS = {
     "cli": (1226, 8),
     "criteria": (676, 3),
     "dynamic.py": (128, 1),
-    "files": (2435, 13),
+    "files": (2433, 13),
     "integrations": (785, 6),
     "language_models": (1672, 10),
     "layouts.py": (13, 1),
     "masks": (437, 3),
     "methods": (672, 4),
     "ranking": (1675, 9),
-    "ranks": (323, 2),
+    "ranks": (346, 2),
     "recipes": (296, 1),
     "reconstruction.py": (288, 1),
     "schedule.py": (214, 1),
@@ -40,11 +40,11 @@ ROOMS = {
     "shards": (797, 5),
     "statistics": (1365, 6),
     "streaming": (1466, 7),
-    "testing.py": (231, 1),
+    "testing.py": (211, 1),
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (20039, 120)
+TOTAL = (20040, 120)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 28519, "launch": 831}
 NO_CODE = {

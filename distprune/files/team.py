@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import threading
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from distprune.files import errors
 from distprune.files.errors import RanksError, explained, translated
-from distprune.ranks.collectives import Communicator, Op, world
+from distprune.ranks.collectives import Communicator, Op, end_groups, world
 
 T = TypeVar("T")
 
@@ -155,8 +154,5 @@ def process_group(timeout: float, backend: str = "gloo") -> Iterator[Team]:
     team = Team(world())
     yield team
     if "RANK" in os.environ:  # after an error the process ends
-        dist.destroy_process_group()
-        # Threads of gloo that are alive when Python ends may abort the process: they end with the
-        # last reference to their group.
         team._groups = ()
-        gc.collect()
+        end_groups()

@@ -24,6 +24,14 @@ matter which one comes next; one that begins with a :meth:`Communicator.reduce` 
 Each context notes the errors that all ranks have raised since it began: such an error passes
 through it without being told again.
 
+[Note: the last reference to a group] A thread of gloo that lives when Python ends may abort the
+process, and threads end with the last reference to their group. The destructor of a group waits for
+its threads, and a thread that frees the tensors of a collective needs Python's lock. Python's own
+reference to a group gives the lock back before it runs the destructor; other references, such as
+that of DDP's reducer, do not, and the rank would hang (pytorch/pytorch#56297). So
+:func:`end_groups` keeps references of its own, and drops them last. DTensor's caches would keep
+meshes, and return them to another group.
+
 [Note: one call at a time] Two threads that talk over one process group at a time would mix their
 messages, and gloo ends the process then: :meth:`Communicator.exclusively` refuses the second call.
 """
@@ -32,8 +40,12 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import gc
 import hashlib
+import importlib
 import logging
+import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
@@ -452,6 +464,34 @@ def world(group: dist.ProcessGroup | None = None) -> Communicator:
             "expected the call only on the ranks of the group."
         )
     return over_groups([group], dist.get_process_group_ranks(group))
+
+
+# Private functions of torch that clear a cache; a torch that lacks one has no such cache.
+_CACHES_OF_MESHES = (
+    ("debug", "_clear_sharding_prop_cache"),
+    ("_redistribute", "clear_redistribute_planner_cache"),
+    ("_redistribute", "_gen_transform_infos.cache_clear"),
+    ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+)
+
+
+def clear_caches_of_meshes() -> None:
+    """Forget every mesh that DTensor has cached."""
+    for module, path in _CACHES_OF_MESHES if "torch.distributed.tensor" in sys.modules else ():
+        with contextlib.suppress(ImportError, AttributeError):
+            found = importlib.import_module(f"torch.distributed.tensor.{module}")
+            operator.attrgetter(path)(found)()
+
+
+def end_groups() -> None:
+    """Destroy all process groups, with their threads: see [Note: the last reference to a group]."""
+    groups: list[dist.ProcessGroup] = []
+    if is_distributed():
+        groups += dist.distributed_c10d._world.pg_map
+        dist.destroy_process_group()
+    clear_caches_of_meshes()
+    gc.collect()  # wrapped models are reference cycles that keep groups
+    groups.clear()
 
 
 def over_mesh(mesh: DeviceMesh) -> Communicator:

@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from distprune.ranks.collectives import clear_caches_of_meshes
 from distprune.shards import geometry, reader
 from distprune.shards.geometry import dim_coordinates, index_map, memory_order, run_index_map
 from distprune.shards.reader import ShardReader
-from distprune.testing import clear_dtensor_caches
 from helpers.sampling import num_examples
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -163,7 +163,7 @@ def on_fake_ranks(function, world_size: int, *args, ranks) -> list:
             results.append(function(*args))
         finally:
             dist.destroy_process_group()
-            clear_dtensor_caches()
+            clear_caches_of_meshes()
     return results
 
 

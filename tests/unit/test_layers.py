@@ -57,7 +57,7 @@ ROOMS = {
         "schedule", "checkpoint", "criteria", "statistics", "reconstruction", "dynamic",
     },
     "": {"_public", "_version"},
-    "testing": set(),
+    "testing": {"ranks"},
     "selftest": {"base", "wrappers", ""},
     "cli": {
         "base", "ranks", "files", "recipes", "selftest", "language_models", "streaming", "",
