@@ -433,8 +433,9 @@ def _check_held(place: Place, mask: Tensor, record: Managed | None, problems: li
     if reason or mask.dtype is not torch.bool:
         return reason or f"its mask has dtype {mask.dtype}; expected torch.bool on shards"
     for stored, part in held.stored():
-        number = int((stored[part.to(stored.device) == 0] != 0).sum())
-        if number:
+        # To index by the mask takes eight times as long.
+        exposed = part.to(stored.device).logical_not() & (stored != 0)
+        if number := int(exposed.count_nonzero()):
             problems.append(f"{number} pruned elements are not zero in what the rank stores")
     return ""
 
