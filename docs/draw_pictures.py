@@ -343,9 +343,7 @@ def _between(low: Sequence[int], high: Sequence[int], depth: float) -> str:
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def table_of_performance(
-    title: str, name: str = "performance_2cores_202611"
-) -> list[dict[str, Any]]:
+def table_of_performance(title: str, name: str = "speed_2cores_202611") -> list[dict[str, Any]]:
     """The rows of a table of a result of the benchmark, by column."""
     for part in results(name)["parts"]:
         for table in part["tables"]:
