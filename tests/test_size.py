@@ -33,7 +33,7 @@ ROOMS = {
     "methods": (672, 4),
     "ranking": (1675, 9),
     "ranks": (346, 2),
-    "recipes": (296, 1),
+    "recipes": (300, 1),
     "reconstruction.py": (288, 1),
     "schedule.py": (214, 1),
     "selftest.py": (321, 1),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (20040, 120)
+TOTAL = (20044, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 28520, "launch": 831}
+FOLDERS = {"tests": 28521, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -69,6 +69,7 @@ FROM_GRADIENTS = ("fisher", *ELEMENTWISE)
 # What the paths of inputs become in the recipe of a result, beside which the statistics lie.
 STORED_STATISTICS = "statistics.safetensors"
 STORED_SCORES = "scores"
+_MAX_BYTES = 1_000_000  # of a file: more than any recipe needs
 
 
 def _listed(value: Any) -> Any:
@@ -452,7 +453,10 @@ def read_keys(path: str | Path) -> dict[str, Any]:
                 f"{', '.join(shipped)}."
             )
         file = shipped[str(path)]
-    text = file.read_bytes()
+    with file.open("rb") as stream:  # it may be the wrong file, such as one of weights
+        text = stream.read(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
+        raise ValueError(f"{path} has more than {_MAX_BYTES:,} bytes; expected a recipe.")
     try:
         keys = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

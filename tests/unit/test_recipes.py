@@ -103,6 +103,7 @@ HOSTILE = {
     "a pattern without quotes": (b"exclude: *lm_head\n", "needs quotes"),
     "NUL": (HEAD + b"seed: \x00\n", "special characters are not allowed"),
     "binary": (bytes(range(128, 256)), "is no valid YAML"),
+    "large": (HEAD + b"#" * 1_000_000, "has more than 1,000,000 bytes"),
     "deep": (b"[" * 5_000, "is no valid YAML"),
     "code": (b"sparsity: !!python/object/apply:os.getpid []\n", "could not determine a con"),
     "no date": (HEAD + b"seed: 2001-99-99\n", "is no valid YAML"),
