@@ -39,6 +39,7 @@ from torch.nn.utils import prune as reference
 
 import distprune
 from distprune.base.pruned_form import local_tensor, mask_key, orig_key
+from distprune.ranks.collectives import end_groups
 from distprune.wrappers import wrapper
 
 _AMOUNTS = (0.3, 17, 0.5)  # of successive prunings
@@ -451,5 +452,5 @@ def main(arguments: Sequence[str]) -> int:
         # The group's other ranks may be gone: nothing may wait for them.
         sys.stderr.flush()
         os._exit(1)
-    dist.destroy_process_group()
+    end_groups()
     return 0 if report["holds"] else 1

@@ -17,7 +17,7 @@ ROOMS = {
     "_public.py": (59, 1),
     "_transformers.py": (330, 1),
     "_version.py": (1, 1),
-    "api": (965, 7),
+    "api": (966, 7),
     "base": (818, 9),
     "budgets.py": (212, 1),
     "call": (805, 5),
@@ -36,7 +36,7 @@ ROOMS = {
     "recipes": (300, 1),
     "reconstruction.py": (288, 1),
     "schedule.py": (214, 1),
-    "selftest.py": (321, 1),
+    "selftest.py": (322, 1),
     "shards": (797, 5),
     "statistics": (1365, 6),
     "streaming": (1466, 7),
@@ -44,7 +44,7 @@ ROOMS = {
     "verification.py": (492, 1),
     "wrappers": (1099, 8),
 }
-TOTAL = (20044, 120)
+TOTAL = (20046, 120)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 28521, "launch": 831}
 NO_CODE = {

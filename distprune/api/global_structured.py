@@ -293,10 +293,11 @@ def shrink_channels(
 
     On an error nothing has changed.
 
-    Cost: two runs of ``forward`` for each group, and a copy of its layers.
+    Cost: a run of ``forward`` for each group, and two more; a copy of the layers.
     """
     cuts, removed = _Cuts(), dict[str, list[int]]()
     with torch.no_grad():
+        wanted = forward()
         for name, parts in groups.items():
             found = [_live_channels(part) for part in parts]
             lives = [live for *_, live in found]
@@ -310,9 +311,9 @@ def shrink_channels(
                 kept = live.repeat_interleave(part.size).nonzero().view(-1)
                 own.setdefault(module, {})[dim] = kept
                 cuts.setdefault(module, {})[dim] = kept
-            _check_result(name, own, forward)
+            _check_result(name, own, forward, wanted)
             removed[name] = (~live).nonzero().view(-1).tolist()
-        _check_result(", ".join(groups), cuts, forward)
+        _check_result(", ".join(groups), cuts, forward, wanted)
         for module, of_module in cuts.items():
             for hook in hooks_on(module):
                 remove(module, hook._tensor_name)
@@ -343,9 +344,9 @@ def _sizes_of(module: nn.Module) -> tuple[str, ...]:
     return () if has_groups or "forward" in vars(module) else next(known, ())
 
 
-def _check_result(name: str, cuts: _Cuts, forward: Callable[[], Tensor]) -> None:
+def _check_result(name: str, cuts: _Cuts, forward: Callable[[], Tensor], wanted: Tensor) -> None:
     """Raise NotImplementedError if the model gives something else without channels of a group."""
-    wanted, error = forward(), None
+    error = None
     found = torch.full_like(wanted, torch.nan)
     with contextlib.ExitStack() as changes:
         for module, of_module in cuts.items():

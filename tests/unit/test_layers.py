@@ -58,7 +58,7 @@ ROOMS = {
     },
     "": {"_public", "_version"},
     "testing": {"ranks"},
-    "selftest": {"base", "wrappers", ""},
+    "selftest": {"base", "ranks", "wrappers", ""},
     "cli": {
         "base", "ranks", "files", "recipes", "selftest", "language_models", "streaming", "",
     },
