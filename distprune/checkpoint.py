@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from distprune.api.global_unstructured import global_unstructured
 from distprune.base import pruned_form
 from distprune.base.naming import NamedParameter, registered_parameters, unwrap
-from distprune.base.pruned_form import is_dtensor, mask_key, stored_key
+from distprune.base.pruned_form import MASK, ORIG, is_dtensor, stored_key
 from distprune.masks import hook as masks
 from distprune.methods.base import Identity
 from distprune.ranks.collectives import is_distributed, world
@@ -149,8 +149,8 @@ def load(
         prefix = model_key + "."
         keys = {key.removeprefix(prefix) for key in entries if key.startswith(prefix)}
         for name, module, hook in masks.pruned_parameters(model):
-            is_pruned = module._buffers.get(mask_key(hook._tensor_name)) is not None
-            if is_pruned and name in keys and mask_key(name) not in keys:
+            is_pruned = module._buffers.get(hook._tensor_name + MASK) is not None
+            if is_pruned and name in keys and name + MASK not in keys:
                 dense.append(name)
         if dense and unmasked == "error":
             raise ValueError(
@@ -168,7 +168,7 @@ def load(
     names = prepare_for_load(model, keys, group=group)
     state = _state_of(model, optimizers, pruner)
     values = state.pop(_MODEL)
-    kept = {mask_key(name): values.pop(mask_key(name)) for name in dense}
+    kept = {name + MASK: values.pop(name + MASK) for name in dense}
     present = {saved: name for name, saved in names.items()}
     state[model_key] = _renamed(values, names)
     if optimizers:
@@ -262,7 +262,7 @@ def prepare_for_load(
     names = {}
     for name, module, hook in masks.pruned_parameters(model):
         is_held = masks.holds_zeros(module, hook._tensor_name)
-        names[stored_key(name, values)] = name if is_held else pruned_form.orig_key(name)
+        names[stored_key(name, values)] = name if is_held else name + ORIG
     return {names.get(key, key): value for key, value in values.items()}
 
 
@@ -293,8 +293,8 @@ def _dense_pairs(model: nn.Module, keys: Container[str]) -> list[NamedParameter]
         places = [place.pair for place in tied]
         # A file may have one name only of a tied parameter.
         stored = [place for place in places if stored_key(place.fqn, keys) in keys]
-        dense = [place for place in stored if mask_key(place.fqn) not in keys]
-        free = [p for p in places if mask_key(p[1]) not in p[0]._buffers and p not in dense]
+        dense = [place for place in stored if place.fqn + MASK not in keys]
+        free = [p for p in places if p[1] + MASK not in p[0]._buffers and p not in dense]
         fresh = [place for place in free if masks.find_hook(*place) is None]
         if len(dense) == len(stored) or not fresh:
             continue
@@ -328,7 +328,7 @@ def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             continue
         name = pruned_form.name_of_pruned_orig(key, state_dict)
         if name is not None:
-            mask = state_dict[mask_key(name)]
+            mask = state_dict[name + MASK]
             with torch.no_grad():
                 value = pruned_form.masked_product(value, mask).masked_fill(mask == 0, 0)
         folded[key if name is None else name] = value

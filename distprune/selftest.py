@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import prune as reference
 
 import distprune
-from distprune.base.pruned_form import local_tensor, mask_key, orig_key
+from distprune.base.pruned_form import MASK, ORIG, local_tensor
 from distprune.ranks.collectives import end_groups
 from distprune.wrappers import wrapper
 
@@ -215,7 +215,7 @@ class Subject:
         self.keeps = np.split(kept, np.cumsum([len(whole) for whole in self.values])[:-1])
         if report.num_pruned_now != expected:
             yield f"{when}: {report.num_pruned_now} elements were pruned, expected {expected}"
-        masks = _local(self.model, mask_key("weight"))
+        masks = _local(self.model, "weight" + MASK)
         for number, (mask, keep, own) in enumerate(zip(masks, self.keeps, self.own, strict=True)):
             differs = (mask != 0) != keep[own]
             if differs.any():
@@ -291,9 +291,9 @@ def check_training(case: Case) -> Iterator[str]:
     torch.optim.SGD(dense.parameters(), _LEARNING_RATE).step()
     trained = zip(_local(dense, "weight_orig"), subject.keeps, subject.own, strict=True)
     for number, (whole, keep, own) in enumerate(trained):
-        is_held = not hasattr(_layers(model)[number], orig_key("weight"))
+        is_held = not hasattr(_layers(model)[number], "weight" + ORIG)
         values = np.where(keep, whole, 0) if is_held else whole
-        held = _local(model, orig_key("weight"))[number]
+        held = _local(model, "weight" + ORIG)[number]
         yield from _far(f"the weight of layer {number} after a step", held, values[own])
     with torch.no_grad():
         yield from _far("the output after a step", model(mine), dense(batch)[first : first + 4])

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from distprune.base import memory, naming, without_garbage_collection
 from distprune.base.amount import listed, share
 from distprune.base.naming import checked_pair, full_name, label_of, tied_places
-from distprune.base.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
+from distprune.base.pruned_form import MASK, ORIG, is_dtensor, name_of_mask
 from distprune.call.report import CallReport, column_of_counts, table_of
 from distprune.masks.fingerprint import fingerprint_parts
 from distprune.masks.hook import PruningHook, holder_of, holds_zeros, hooks_on
@@ -262,10 +262,10 @@ class Place:
         self.path, self.module, self.name = path, module, name
         self.hooks = [hook for hook in hooks_on(module) if hook._tensor_name == name]
         self.is_held = holds_zeros(module, name)
-        self.key = name if self.is_held else orig_key(name)
+        self.key = name if self.is_held else name + ORIG
         original: Any = module._parameters.get(self.key)
         self.original: Any = module.__dict__.get(self.key) if original is None else original
-        self.mask: Any = module._buffers.get(mask_key(name))
+        self.mask: Any = module._buffers.get(name + MASK)
 
 
 @dataclass
@@ -311,9 +311,9 @@ def _is_ours(module: nn.Module, name: str) -> bool:
         is_of_torch = type(hook).__module__ == "torch.nn.utils.prune"
         if is_of_torch and getattr(hook, "_tensor_name", None) == name:
             return False
-    if orig_key(name) in module._parameters or find_held(module, name) is not None:
+    if name + ORIG in module._parameters or find_held(module, name) is not None:
         return True
-    parameter, mask = module._parameters.get(name), module._buffers[mask_key(name)]
+    parameter, mask = module._parameters.get(name), module._buffers[name + MASK]
     return is_dtensor(parameter) and is_dtensor(mask) and mask.dtype is torch.bool
 
 
@@ -402,7 +402,7 @@ def _check(
     if record is None and not isinstance(place.original, Tensor):
         return f"{place.key} is gone"
     if not isinstance(mask, Tensor):
-        return f"its mask, the buffer {mask_key(name)}, is gone"
+        return f"its mask, the buffer {name + MASK}, is gone"
     if place.is_held:
         return _check_held(place, mask, record, problems)
     if masked_value.must_be_live(module) and not masked_value.is_live(module, name):

@@ -29,7 +29,7 @@ from distprune.base import memory
 from distprune.base.amount import listed
 from distprune.base.memory import ordinary_tensors
 from distprune.base.naming import NamedParameter, Pair, checked_pair, label_of
-from distprune.base.pruned_form import is_dtensor, local_tensor, mask_key
+from distprune.base.pruned_form import MASK, is_dtensor, local_tensor
 from distprune.base.selecting import reason_of_shape
 from distprune.call.report import MaskLoadingReport, PruningReport
 from distprune.call.request import (
@@ -284,7 +284,7 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
     def read() -> tuple[list[NamedParameter], list[Tensor]]:
         hooks.check_ties(model)
         for label, module, hook in hooks.pruned_parameters(model):
-            hooks.check_binary(module.get_buffer(mask_key(hook._tensor_name)), label)
+            hooks.check_binary(module.get_buffer(hook._tensor_name + MASK), label)
             hooks.check_hook(hook, label)
         pairs = find_places(model, _is_pruned)
         return pairs, get_masks(pairs)

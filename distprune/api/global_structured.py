@@ -22,7 +22,7 @@ from distprune.api.local import remove
 from distprune.base.amount import Amount, validate_amount
 from distprune.base.exact_sums import Normalization, check_normalization
 from distprune.base.naming import checked_pair, label_of, unwrap
-from distprune.base.pruned_form import mask_key, orig_key
+from distprune.base.pruned_form import MASK, ORIG
 from distprune.call.reading import check_mapping, check_order
 from distprune.call.report import ChannelGroupReport, StructuredReport
 from distprune.call.request import Decision, ParameterArguments, PruningCall
@@ -324,8 +324,8 @@ def shrink_channels(
 def _live_channels(part: ChannelPart) -> tuple[nn.Module, int, Tensor]:
     """The layer and the dimension of a part, and bool [channels]: what is not masked there."""
     module, (_, name) = unwrap(part.parameter[0]), part.parameter
-    mask, num_dims = module._buffers.get(mask_key(name)), len(_sizes_of(module))
-    is_plain = orig_key(name) in module._parameters and not check_removable(module, name)
+    mask, num_dims = module._buffers.get(name + MASK), len(_sizes_of(module))
+    is_plain = name + ORIG in module._parameters and not check_removable(module, name)
     dim = 0 if mask is None else range(mask.ndim)[part.dim]
     if mask is None or not is_plain or dim >= num_dims or mask.shape[dim] % part.size:
         raise NotImplementedError(
@@ -377,7 +377,7 @@ def _smaller(module: nn.Module, cuts: Mapping[int, Tensor]) -> nn.Module:
     small, pruned = copy.copy(module), [hook._tensor_name for hook in hooks_on(module)]
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     for name in pruned:
-        del parameters[orig_key(name)], buffers[mask_key(name)]
+        del parameters[name + ORIG], buffers[name + MASK]
         parameters[name] = vars(small).pop(name)
     for name, parameter in parameters.items():
         if parameter is not None:

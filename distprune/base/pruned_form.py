@@ -2,8 +2,8 @@
 
 A plain module whose parameter ``weight`` is pruned has, as in ``torch.nn.utils.prune``:
 
-    weight_orig    the Parameter, unmasked           orig_key("weight")
-    weight_mask    a buffer, 1 or True = keep        mask_key("weight")
+    weight_orig    the Parameter, unmasked           "weight" + ORIG
+    weight_mask    a buffer, 1 or True = keep        "weight" + MASK
     weight         the product of both               masked_product(original, mask)
 
 State dicts have the first two, with the module's path in front. Where the parameter is sharded,
@@ -22,40 +22,24 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-# Appended to a name where it is asked thousands of times; elsewhere by the functions below.
+# What follows the name of a pruned parameter: that of the unmasked one, and that of the mask.
 ORIG, MASK = "_orig", "_mask"
 
 
-def orig_key(name: str) -> str:
-    """The name under which the unmasked parameter ``name`` is registered once it is pruned."""
-    return name + ORIG
-
-
-def mask_key(name: str) -> str:
-    """The name of the buffer that holds the mask of the parameter ``name``."""
-    return name + MASK
-
-
 def name_of_mask(key: str) -> str | None:
-    """The inverse of :func:`mask_key`; None if ``key`` does not end like its results."""
+    """The parameter's name if ``key`` is one of a mask; else None."""
     return key.removesuffix(MASK) if key.endswith(MASK) else None
-
-
-def name_without_orig(key: str) -> str:
-    """The parameter's name for a key that is known to be ``name`` or ``name_orig``."""
-    return key.removesuffix(ORIG)
 
 
 def stored_key(name: str, keys: Container[str]) -> str:
     """The key of the values of the pruned parameter ``name``: ``name_orig`` if there is one."""
-    original = orig_key(name)
-    return original if original in keys else name
+    return name + ORIG if name + ORIG in keys else name
 
 
 def name_of_pruned_orig(key: str, keys: Container[str]) -> str | None:
     """The parameter's name if ``key`` is its ``_orig`` and ``keys`` has its mask; else None."""
-    name = name_without_orig(key)
-    return name if name != key and mask_key(name) in keys else None
+    name = key.removesuffix(ORIG)
+    return name if name != key and name + MASK in keys else None
 
 
 def name_of_pruned_mask(key: str, keys: Container[str]) -> str | None:
@@ -94,7 +78,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def lost_mask(module: nn.Module, name: str) -> RuntimeError:
     """The error for a pruned parameter whose mask buffer was deleted, or set to None."""
-    key = mask_key(name)
+    key = name + MASK
     return RuntimeError(
         f"{type(module).__name__}.{name} is pruned, and its mask is gone: the buffer {key} was "
         "deleted, or set to None. Convert a model after distprune.remove. Else put the mask back "

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from distprune.base import pruned_form
 from distprune.base.amount import listed
 from distprune.base.memory import on_host
 from distprune.base.naming import Pair, named_modules, unwrap
+from distprune.base.pruned_form import MASK, ORIG, is_dtensor, local_tensor
 from distprune.masks.hook import find_hook
 from distprune.ranks.collectives import over_mesh, resolved, whole, world
 from distprune.wrappers.wrapper import is_managed
@@ -156,7 +156,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str], **kwargs: Any) 
 
     def gather_and_write() -> None:
         state = {
-            name: whole(value).cpu() if pruned_form.is_dtensor(value) else value
+            name: whole(value).cpu() if is_dtensor(value) else value
             for name, value in tuned.state_dict().items()
             if "lora_" in name or "modules_to_save." in name
         }
@@ -238,7 +238,7 @@ def _obstacle(layer: Any, inits: dict[str, Any]) -> str | None:
         return "has a base weight that is trained, without a mask (masks_from_zeros makes one)"
     if any(layer.lora_bias.values()) and find_hook(base, "bias") is not None:
         return "has lora_bias, and a bias that is pruned"
-    is_parallel = pruned_form.is_dtensor(stored_weight(base)) and not is_managed(base, "weight")
+    is_parallel = is_dtensor(stored_weight(base)) and not is_managed(base, "weight")
     if is_parallel or getattr(base, "_hf_tp_plan", None):
         return "is tensor-parallel"
     return None
@@ -255,7 +255,7 @@ def _count_zeros(weights: Iterable[Pair]) -> Tensor:
     """Zeros of this rank's parts of some weights; 0 if they are the row of a padding token."""
     total = torch.zeros((), dtype=torch.int64)
     for owner, key in weights:
-        zeros = zeros_of(owner, pruned_form.name_without_orig(key)).sum()
+        zeros = zeros_of(owner, key.removesuffix(ORIG)).sum()
         if not (isinstance(owner, nn.Embedding) and zeros <= owner.embedding_dim):
             total += zeros.to(total.device)
     return total
@@ -275,17 +275,17 @@ def _resolve(layer: Any, held: HeldDelta, **kwargs: Any) -> HeldDelta:
 def stored_weight(base: nn.Module, name: str = "weight") -> Tensor:
     """The parameter that a base layer trains or freezes: ``weight_orig`` if it is pruned."""
     parameters = base._parameters
-    stored = parameters.get(pruned_form.orig_key(name), parameters.get(name))
+    stored = parameters.get(name + ORIG, parameters.get(name))
     assert stored is not None
     return stored
 
 
 def zeros_of(base: nn.Module, name: str = "weight") -> Tensor:
     """Which elements of this rank's part of a base weight are zero, by value or by a mask."""
-    zeros = pruned_form.local_tensor(stored_weight(base, name).detach()) == 0
-    mask = base._buffers.get(pruned_form.mask_key(name))
+    zeros = local_tensor(stored_weight(base, name).detach()) == 0
+    mask = base._buffers.get(name + MASK)
     if mask is not None:
-        zeros |= pruned_form.local_tensor(mask) == 0
+        zeros |= local_tensor(mask) == 0
     return zeros
 
 
@@ -351,7 +351,7 @@ class HeldDelta:
     def _change(self, layer: Any, adapter: str, sign: int, is_checked: bool = False) -> Tensor:
         base = layer.get_base_layer()
         stored = stored_weight(base)
-        if is_managed(base, "weight") and not pruned_form.is_dtensor(stored):
+        if is_managed(base, "weight") and not is_dtensor(stored):
             raise RuntimeError(
                 "the base weight of a LoRA layer is a copy that FSDP gathered: what is merged into "
                 "it would be lost. Call reshard() on the modules of FSDP2 before, or "
@@ -361,10 +361,10 @@ class HeldDelta:
             if self._zeros is None:
                 self._zeros = zeros_of(base)
             delta = _delta(layer, adapter, stored).masked_fill_(self._zeros, 0)
-            local = pruned_form.local_tensor(stored.detach())
+            local = local_tensor(stored.detach())
             if is_checked:
                 is_bad = (local + delta).isfinite().logical_not().any().to(torch.int64).view(1)
-                if pruned_form.is_dtensor(stored):
+                if is_dtensor(stored):
                     is_bad = over_mesh(stored.device_mesh).max(is_bad)
                 if is_bad:
                     raise ValueError(
@@ -394,7 +394,7 @@ def _masked_linear(
 def _delta(layer: Any, adapter: str, stored: Tensor) -> Tensor:
     """``scaling * B A``, laid out like this rank's part of the base weight."""
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    if pruned_form.is_dtensor(stored):
+    if is_dtensor(stored):
         out_dim = 1 if layer.fan_in_fan_out else 0
         a, b = _part(a, 1, stored, 1 - out_dim), _part(b, 0, stored, out_dim)
     if a.dtype in (torch.float16, torch.bfloat16):
@@ -407,7 +407,7 @@ def _part(factor: Tensor, dim: int, stored: Any, stored_dim: int) -> Tensor:
     """What of a factor this rank's part of the base weight needs, along one of their dimensions."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    if not pruned_form.is_dtensor(factor):  # one that FSDP was told to ignore
+    if not is_dtensor(factor):  # one that FSDP was told to ignore
         replicas = [Replicate()] * stored.device_mesh.ndim
         factor = DTensor.from_local(factor, stored.device_mesh, replicas, run_check=False)
     is_cut = (placement.is_shard(stored_dim) for placement in stored.placements)

@@ -31,7 +31,7 @@ from distprune.api.global_unstructured import global_unstructured
 from distprune.api.select import head_of, select
 from distprune.base.blocks import WeightLayout
 from distprune.base.naming import NamedParameter, Pair, named_modules, unwrap
-from distprune.base.pruned_form import orig_key
+from distprune.base.pruned_form import ORIG
 from distprune.call.report import PruningReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_live
@@ -175,7 +175,7 @@ def own_parameters(model: nn.Module, parameters: Iterable[Pair]) -> list[nn.Para
     wanted = {
         id(module._parameters.get(key))
         for module, name in parameters
-        for key in (name, orig_key(name))
+        for key in (name, name + ORIG)
     }
     return [parameter for parameter in model.parameters() if id(parameter) in wanted]
 

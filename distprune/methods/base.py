@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from distprune.base.amount import Amount, validate_amount
 from distprune.base.naming import NamedParameter, label_of, unwrap
-from distprune.base.pruned_form import local_tensor, mask_key
+from distprune.base.pruned_form import MASK, local_tensor
 from distprune.call.request import Decision, Fact, PruningArguments, PruningCall, Segments
 from distprune.call.run import prune_parameters
 from distprune.masks import hook as masks
@@ -509,7 +509,7 @@ class CustomFromMask(BasePruningMethod):
         module = None if self._module_ref is None else self._module_ref()
         if module is None:
             raise RuntimeError("the module that held this mask is gone.")
-        return module.get_buffer(mask_key(self._tensor_name))
+        return module.get_buffer(self._tensor_name + MASK)
 
     @classmethod
     def describe_arguments(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Fact]:

@@ -17,15 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distprune.base.naming import NamedParameter, full_name, named_modules
-from distprune.base.pruned_form import (
-    MASK,
-    ORIG,
-    is_dtensor,
-    local_tensor,
-    mask_key,
-    name_of_pruned_orig,
-    orig_key,
-)
+from distprune.base.pruned_form import MASK, ORIG, is_dtensor, local_tensor, name_of_pruned_orig
 from distprune.ranks.collectives import Communicator, grid, over_groups, over_mesh, world
 from distprune.shards import geometry
 from distprune.shards.factored import FactoredScores
@@ -66,7 +58,7 @@ class ShardReader:
             NotImplementedError: the parameter belongs to an FSDP1 wrapper that is gone.
             RuntimeError: it was pruned first and sharded second.
         """
-        key = orig_key(name)
+        key = name + ORIG
         original = module._parameters.get(key, module.__dict__.get(key))
         if original is not None and (is_dtensor(original) or wrapper.is_managed(module, key)):
             raise RuntimeError(
@@ -292,8 +284,8 @@ def whole_checksum(tensor: Tensor, shard: Shard) -> str:
 
 def _registered(module: nn.Module, name: str, label: str) -> Tensor:
     """The parameter behind a name, by its own name or, when pruned, as name_orig."""
-    original = module._parameters.get(orig_key(name))
-    if original is not None and mask_key(name) in module._buffers:
+    original = module._parameters.get(name + ORIG)
+    if original is not None and name + MASK in module._buffers:
         return original
     parameter = module._parameters.get(name)
     if parameter is None:

@@ -34,7 +34,7 @@ from torch.nn import functional
 from torch.nn.modules import module as of_modules
 from torch.overrides import TorchFunctionMode
 
-from distprune.base.pruned_form import is_dtensor, orig_key
+from distprune.base.pruned_form import ORIG, is_dtensor
 from distprune.ranks.collectives import with_whole_dim
 from distprune.statistics.parameters import (
     Convolution,
@@ -224,7 +224,7 @@ class Collector:
                 f"{label}: an attention_mask says nothing of the windows of a convolution; "
                 "expected no attention_mask, or this parameter left out."
             )
-        weight = module._parameters.get(name, module._parameters.get(orig_key(name)))
+        weight = module._parameters.get(name, module._parameters.get(name + ORIG))
         if is_dtensor(weight) and not is_dtensor(value):
             value = as_dtensor(label, value, weight, layout)
         if self._NEEDS_WHOLE_ROWS and is_dtensor(value):

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distprune.base.memory import ordinary_tensors, zero_pruned
 from distprune.base.naming import Pair
-from distprune.base.pruned_form import is_dtensor, local_tensor, lost_mask, mask_key
+from distprune.base.pruned_form import MASK, is_dtensor, local_tensor, lost_mask
 from distprune.ranks.collectives import resolved
 from distprune.wrappers import deepspeed
 from distprune.wrappers.managed import Managed, StoredRun
@@ -85,7 +85,7 @@ class Held:
             RuntimeError: it is gone.
         """
         module, name = self.places[0]
-        mask = module._buffers.get(mask_key(name))
+        mask = module._buffers.get(name + MASK)
         if mask is None:
             raise lost_mask(module, name)
         return _local(mask)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from distprune.base.pruned_form import lost_mask, mask_key, masked_product, orig_key
+from distprune.base.pruned_form import MASK, ORIG, lost_mask, masked_product
 
 
 def _when_read(name: str) -> property:
     def get(module: nn.Module) -> Tensor | None:
-        original, mask = module._parameters.get(orig_key(name)), module._buffers.get(mask_key(name))
+        original, mask = module._parameters.get(name + ORIG), module._buffers.get(name + MASK)
         if original is None:
             return module._parameters[name]
         if mask is None:
@@ -50,7 +50,7 @@ def live_names(module: nn.Module) -> list[str]:
 
 def is_live(module: nn.Module, name: str) -> bool:
     """Whether ``module.<name>`` is computed at each access."""
-    return type(module) is PrunedOutProjection and orig_key(name) in module._parameters
+    return type(module) is PrunedOutProjection and name + ORIG in module._parameters
 
 
 def must_be_live(module: nn.Module) -> bool:
