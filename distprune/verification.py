@@ -514,7 +514,7 @@ def _measure(entries: Sequence[Inspected], communicator: Communicator) -> None:
         for group in groups.values()
     ]
     order = [i for group in groups.values() for i in group]
-    rows = [row for array in memory.arrays_on_host(counted) for row in array.tolist()]
+    rows = [row for array in memory.on_host(counted) for row in array.tolist()]
     copied = [  # other ranks may have the same elements
         i
         for i, s in enumerate(shards if communicator.size > 1 else ())

@@ -71,20 +71,17 @@ def moved(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def on_host(counts: Sequence[Count]) -> list[int]:
-    """Counts as numbers. Waits for a device once, for all of them."""
-    on_device = [count for count in counts if isinstance(count, Tensor)]
-    copied = iter(torch.stack(on_device).tolist() if on_device else ())
-    return [next(copied) if isinstance(count, Tensor) else count for count in counts]
+def on_host(counts: Sequence[Any]) -> list[Any]:
+    """Tensors of integers as int64 arrays, and what else there is as it is.
 
-
-def arrays_on_host(counts: Sequence[Tensor]) -> list[Array]:
-    """Several tensors of integers, as int64. Waits for a device once, for all of them."""
-    if not counts:
-        return []
-    flat = torch.cat([each.view(-1).long().to(counts[0].device) for each in counts]).cpu().numpy()
-    end = 0
-    return [flat[end : (end := end + each.numel())].reshape(each.shape) for each in counts]
+    Waits for a device once, for all of them.
+    """
+    tensors = [each for each in counts if isinstance(each, Tensor)]
+    if not tensors:
+        return list(counts)
+    flat = torch.cat([each.view(-1).long().to(tensors[0].device) for each in tensors]).cpu().numpy()
+    copied = iter(np.split(flat, np.cumsum([each.numel() for each in tensors])))
+    return [next(copied).reshape(e.shape) if isinstance(e, Tensor) else e for e in counts]
 
 
 def peak_rss_bytes() -> int:

@@ -30,7 +30,6 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from distprune.base.amount import listed
-from distprune.base.memory import on_host
 from distprune.base.naming import Pair, named_modules, unwrap
 from distprune.base.pruned_form import MASK, ORIG, is_dtensor, local_tensor
 from distprune.masks.hook import find_hook
@@ -188,7 +187,7 @@ def _pruned_layers(model: nn.Module, group: ProcessGroup | None) -> dict[str, An
 
     def count() -> Tensor:
         zeros = [_count_zeros(weights) for _, weights in layers.values()]
-        return torch.tensor(on_host(zeros), dtype=torch.int64)
+        return torch.tensor(zeros, dtype=torch.int64)
 
     ranks = world(group)
     with ranks.exclusively():
@@ -251,13 +250,13 @@ def _holds_zeros(layer: nn.Module) -> bool:
     return bool(held) and set(getattr(layer, "lora_A", ())) <= held
 
 
-def _count_zeros(weights: Iterable[Pair]) -> Tensor:
+def _count_zeros(weights: Iterable[Pair]) -> int:
     """Zeros of this rank's parts of some weights; 0 if they are the row of a padding token."""
-    total = torch.zeros((), dtype=torch.int64)
+    total = 0
     for owner, key in weights:
-        zeros = zeros_of(owner, key.removesuffix(ORIG)).sum()
+        zeros = int(zeros_of(owner, key.removesuffix(ORIG)).sum())
         if not (isinstance(owner, nn.Embedding) and zeros <= owner.embedding_dim):
-            total += zeros.to(total.device)
+            total += zeros
     return total
 
 

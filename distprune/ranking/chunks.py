@@ -188,16 +188,9 @@ def call_all(call: Callable[..., R], items: Sequence[tuple[Any, ...]], are_safe:
 def per_shard(chunks: Sequence[Chunk], counts: Sequence[Array | Tensor], num_shards: int) -> Array:
     """int64 [shards]: the sums of numbers of the pieces of chunks. Waits for a device once."""
     totals: Array = np.zeros(num_shards, dtype=np.int64)
-    for chunk, own in zip(chunks, on_host(counts), strict=True):
+    for chunk, own in zip(chunks, memory.on_host(counts), strict=True):
         np.add.at(totals, chunk.shards, own)
     return totals
-
-
-def on_host(counts: Sequence[Array | Tensor]) -> list[Array]:
-    """Arrays, and copies of tensors. Waits for a device once, for all of them."""
-    on_device = [each for each in counts if isinstance(each, Tensor)]
-    copied = iter(memory.arrays_on_host(on_device) if on_device else ())
-    return [next(copied) if isinstance(each, Tensor) else each for each in counts]
 
 
 def count_live(masks: Sequence[Tensor | None], counted: Sequence[range]) -> list[int]:

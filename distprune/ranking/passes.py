@@ -31,7 +31,6 @@ from distprune.ranking.chunks import (
     Flags,
     call_all,
     join_small,
-    on_host,
     operations_on,
     spans_of,
     spread,
@@ -188,7 +187,8 @@ class Passes:
             if not (part.is_single and is_drafted[part.shards[0]])
             for chunk in part.cut(self._most)
         ]
-        numbers = on_host([*gone, *call_all(write, [(each,) for each in others], self.are_safe)])
+        written = call_all(write, [(each,) for each in others], self.are_safe)
+        numbers = memory.on_host([*gone, *written])
         for position, chunk in enumerate([*corrected, *others]):
             if chunk.is_counted:
                 number = numbers[position]
@@ -298,7 +298,7 @@ class Passes:
             return tuple(found)
 
         scanned = call_all(scan, [(chunk,) for chunk in chunks], self.are_safe)
-        counts = on_host([own for own, _, _ in scanned])
+        counts = memory.on_host([own for own, _, _ in scanned])
         totals: Array = np.zeros((edges.shape[1] + 1, len(self.shards)), dtype=np.int64)
         self._drafted.fill(0)
         self.found = []

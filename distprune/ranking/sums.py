@@ -90,7 +90,7 @@ def per_part(
     numbers: list[list[int]] = [[] for _ in parts]
     found = on_host(call_all(measure, items, are_safe))
     for (i, _), number in zip(items, found, strict=True):
-        numbers[i].append(number)
+        numbers[i].append(int(number))
     return [combine(own or [0]) for own in numbers]
 
 

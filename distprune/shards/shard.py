@@ -256,13 +256,9 @@ def checksums(locals_: Sequence[Tensor]) -> list[int]:
     Cost: one read, about as fast as memory; a copy of a tensor that is not contiguous. Waits for
     a device once.
     """
-    # What a device has is asked for at the end, all at once.
-    sums = [_sums(local.detach()) for local in locals_]
-    copied = iter(memory.arrays_on_host([s for s in sums if isinstance(s, Tensor)]))
     totals = []
-    for blocks in sums:
-        numbers = next(copied).tolist() if isinstance(blocks, Tensor) else blocks
-        totals.append(sum(number * _block_weight(i) for i, number in enumerate(numbers)))
+    for numbers in memory.on_host([_sums(local.detach()) for local in locals_]):
+        totals.append(sum(int(n) * _block_weight(i) for i, n in enumerate(numbers)))
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 
