@@ -114,12 +114,13 @@ def prune(
     entries = {tensor.entry.name: tensor.entry for tensor in plan.tensors}
     what = plan.checkpoint, plan.digest, entries, plan.copied, inputs, plan.values
     result = Result(team, destination, replace, *what)
-    with result.begun(plan.recipe.as_values(), tell) as missing:
-        if missing is not None and not tensors.groups:
+
+    def find_pieces() -> Pieces:
+        if not tensors.groups:
             tensors.find_cuts()
-        if missing is not None:
-            result.write(missing, tensors.pieces, complete)
-        return team.run(lambda: reports.read_report(result.target))
+        return tensors.pieces
+
+    return result.make(plan.recipe.as_values(), tell, find_pieces, complete)
 
 
 def apply(
@@ -182,10 +183,7 @@ def apply(
     digest = digest_of(checkpoint, "apply", _VERSION, origin, file.size, file.mtime_ns)
     what = checkpoint, digest, entries, checkpoint.others, [file]
     result = Result(team, destination, replace, *what)
-    with result.begun({}, tell) as missing:
-        if missing is not None:
-            result.write(missing, functools.partial(masked_pieces, stored), complete)
-        return team.run(lambda: reports.read_report(result.target))
+    return result.make({}, tell, lambda: functools.partial(masked_pieces, stored), complete)
 
 
 def masked_pieces(masks: MaskFile, entry: TensorEntry) -> Iterator[Piece]:
@@ -239,19 +237,20 @@ class Result:
         """The folder of the unfinished result."""
         return disk.partial_folder(self.target)
 
-    @contextlib.contextmanager
-    def begun(
-        self, recipe: Mapping[str, Any], tell: Callable[[str], None] | None
-    ) -> Iterator[dict[str, int] | None]:
-        """Hold the destination, and begin, or go on where an earlier run was stopped. Collective.
+    def make(
+        self,
+        recipe: Mapping[str, Any],
+        tell: Callable[[str], None] | None,
+        find_pieces: Callable[[], Pieces],
+        complete: Complete,
+    ) -> Report:
+        """Make the files that are missing, rename the folder, and read the report. Collective.
 
         Args:
             recipe: by which it is made, for a message where ranks differ.
             tell: as for :func:`prune`.
-
-        Yields:
-            By name, the sizes of the files that are missing, for :meth:`write`; None if the
-            result is finished.
+            find_pieces: finds out which elements of the tensors are kept. Collective.
+            complete: makes the report and the small files of the result, by name.
 
         Raises:
             FilesError: of any kind, on every rank. Finished files stay for the next run, unless it
@@ -265,16 +264,20 @@ class Result:
             done = team.from_leader(lambda: self._start(lock))
             if done is None:
                 tell(f"{target} is finished: this command made it before. Nothing was changed.")
-                yield None
-                return
+                return team.run(lambda: reports.read_report(target))
             missing = {name: file.size for name, file in self.files.items() if name not in done}
+            total = sum(file.size for file in self.files.values())
+            num_done = total - sum(missing.values())
             if done:
-                total = sum(file.size for file in self.files.values())
-                num_done = total - sum(missing.values())
                 done_of = " of ".join(map(errors.format_size, (num_done, total)))
                 tell(f"Resuming: {done_of} are finished.")
             try:
-                yield missing
+                pieces = find_pieces()
+                team.begin("write", total, num_done)
+                team.each(missing, functools.partial(self._write, pieces))
+                peaks = team.share(peak_rss_bytes())
+                team.from_leader(lambda: self._publish(complete, peaks))
+                return team.run(lambda: reports.read_report(target))
             except errors.RanksError:
                 raise
             except errors.FilesError as error:
@@ -287,25 +290,6 @@ class Result:
                 if team.is_leader:
                     shutil.rmtree(self.folder, ignore_errors=True)
                 raise
-
-    def write(self, missing: dict[str, int], pieces: Pieces, complete: Complete) -> None:
-        """Write the files that are missing, and rename the folder. Collective.
-
-        Args:
-            missing: as :meth:`begun` yields it.
-            pieces: which elements of the tensors are kept.
-            complete: makes the report and the small files of the result, by name.
-        """
-        team, total = self.team, sum(file.size for file in self.files.values())
-        team.begin("write", total, total - sum(missing.values()))
-        team.each(missing, functools.partial(self._write, pieces))
-        run = {
-            "num_ranks": team.size,
-            "seconds": round(time.monotonic() - self.began, 3),
-            "peak_rss_bytes": team.share(peak_rss_bytes()),
-            "versions": {"numpy": np.__version__, "torch": str(torch.__version__)},
-        }
-        team.from_leader(lambda: self._publish(complete, run))
 
     def _start(self, lock: contextlib.ExitStack) -> list[str] | None:
         """Lock the destination; the names of finished files, or None if the result is finished."""
@@ -348,8 +332,8 @@ class Result:
                 self.team.count("write", bits.nbytes)
             disk.write_atomically(self._work(file, "json"), json.dumps(counts).encode())
 
-    def _publish(self, complete: Complete, run: dict[str, Any]) -> None:
-        """Write the last files and rename the folder."""
+    def _publish(self, complete: Complete, peaks: list[int]) -> None:
+        """Write the last files and rename the folder; ``peaks`` of the memory of each rank."""
         check_unchanged([*self.checkpoint.all_files, *self.inputs])
         counts: Counts = defaultdict(Counter)
         for file in self.checkpoint.files:
@@ -360,7 +344,12 @@ class Result:
             "source": reports.identity_of(self.checkpoint),
             "copied": [file.name for file in self.copied],
             "skipped": self.checkpoint.skipped,
-            "run": run,
+            "run": {
+                "num_ranks": self.team.size,
+                "seconds": round(time.monotonic() - self.began, 3),
+                "peak_rss_bytes": peaks,
+                "versions": {"numpy": np.__version__, "torch": str(torch.__version__)},
+            },
         }
         report, small = complete(counts, facts)
         self._join_masks()
