@@ -15,6 +15,7 @@ It is not so where layers share state, or FSDP is around several layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -54,16 +55,13 @@ class HiddenStates:
         calls: list[Arguments] = []
         firsts: list[Tensor] = []
         self._last = None
-        enter, handles = partial(self._enter, calls, firsts), []
-        for block in self._blocks:
-            handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(block.register_forward_hook(self._leave))
-        try:
+        enter = partial(self._enter, calls, firsts)
+        with ExitStack() as hooks:
+            for block in self._blocks:
+                hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(self._leave))
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._last = None
+        self._last = None
         self.is_chain &= len(calls) == len(self._blocks)
         self._arguments.append(self._shared(calls))
         if self.is_chain:

@@ -12,29 +12,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from distprune._transformers import decoder_layers, empty_model, pretrained_model
 from distprune.base.amount import table
 from distprune.base.naming import NamedParameter, named_modules
 from distprune.base.pruned_form import is_dtensor
+from distprune.language_models import running
 from distprune.language_models.calibrating import calibrate, prune_block_by_block
 from distprune.language_models.folders import require_extra
-from distprune.language_models.running import (
-    Report,
-    check_finite,
-    check_same,
-    in_eval_mode,
-    output_of,
-    reporter,
-    steps_of,
-)
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import world
 from distprune.reconstruction import DAMPING, solve_columns
@@ -115,7 +108,7 @@ def shrink(
     damping: float = DAMPING,
     unseen_first: bool = False,
     batch_size: int = 1,
-    progress: Report | None = None,
+    progress: running.Report | None = None,
 ) -> tuple[Any, ShrinkReport]:
     """Take neurons out of all MLPs, and experts out of all mixtures. Collective over all ranks.
 
@@ -397,17 +390,15 @@ def _without_neurons(
         return cut(model, plan, kept), rows_of(plan, kept)
     last = [pair_of(model, layer.inner) for layer in plan.layers]
     chosen = {layer.inner: (layer, stay) for layer, stay in zip(plan.layers, kept, strict=True)}
-    errors, before = dict[str, list[float]](), [getattr(*pair).data.clone() for pair in last]
-    grams = GramMatrices(last)
+    before, grams = [getattr(*pair).data.clone() for pair in last], GramMatrices(last)
 
-    def take_over(found: Sequence[NamedParameter]) -> None:
-        for pair in found:
-            (layer, stay), gram = chosen[pair.fqn], grams.matrix(*pair)
-            moved = move_columns(model, layer, stay, gram, damping, getattr(*pair).dtype)
-            errors[layer.name] = moved
+    def take_over(found: Sequence[NamedParameter]) -> list[float]:
+        (pair,) = found
+        (layer, stay), gram = chosen[pair.fqn], grams.matrix(*pair)
+        return move_columns(model, layer, stay, gram, damping, getattr(*pair).dtype)
 
     try:
-        prune_block_by_block(model, windows, grams, take_over, **run)
+        errors = prune_block_by_block(model, windows, grams, take_over, **run)
         return cut(model, plan, kept), rows_of(plan, kept, errors)
     finally:
         for pair, values in zip(last, before, strict=True):
@@ -462,7 +453,7 @@ def move_columns(
     stay, gram = stay.to(view.device), gram.to(view.device)
     new, *errors = solve_columns(view, stay, gram, damping, layer.inner)
     view.copy_(new)
-    check_finite({layer.inner: weight.to(dtype)})
+    running.check_finite({layer.inner: weight.to(dtype)})
     return errors
 
 
@@ -500,21 +491,22 @@ def best(plan: Plan, worths: Sequence[Tensor]) -> list[Tensor]:
 def rows_of(
     plan: Plan,
     kept: Sequence[Tensor],
-    errors: Mapping[str, Sequence[float]] | None = None,
-    sums: Sequence[Tensor] | None = None,
+    errors: Sequence[Sequence[float]] = (),
+    sums: Sequence[Tensor] = (),
 ) -> list[ShrunkLayer]:
     """What the report says of layers.
 
     Args:
         kept: of each layer, the numbers of what stays.
-        errors: by layer, of its update.
-        sums: of each layer, those of :func:`counting_tokens`.
+        errors: of each layer, those of :func:`move_columns`; none if nothing has moved.
+        sums: of each layer, those of :func:`counting_tokens`; none if it loses neurons.
     """
-    rows = []
-    for number, (layer, stay) in enumerate(zip(plan.layers, kept, strict=True)):
+    rows, none = [], [None] * len(kept)
+    facts_of = zip(plan.layers, kept, errors or none, sums or none, strict=True)
+    for layer, stay, moved, counted in facts_of:
         removed = tuple(sorted({*range(layer.total)} - {*stay.tolist()}))
-        unseen = () if sums is None else tuple((sums[number][0] == 0).nonzero().view(-1).tolist())
-        before, after = (errors or {}).get(layer.name) or (None, None)
+        unseen = () if counted is None else tuple((counted[0] == 0).nonzero().view(-1).tolist())
+        before, after = moved or (None, None)
         facts = layer.name, plan.kind, layer.total, removed, before, after, unseen
         rows.append(ShrunkLayer(*facts))
     return rows
@@ -548,20 +540,20 @@ def _without_experts(
     model: Any, plan: Plan, windows: TokenWindows, unseen_first: bool, run: dict[str, Any]
 ) -> tuple[Any, list[ShrunkLayer]]:
     """The model without its least experts."""
-    ranks, communicator = check_same(model, windows, run["batch_size"]), world()
-    finished = reporter("calibrate", len(windows), run["progress"])
+    ranks, communicator = running.check_same(model, windows, run["batch_size"]), world()
+    finished = running.reporter("calibrate", len(windows), run["progress"])
     sums = torch.zeros(len(plan.layers), 2, plan.layers[0].total, dtype=torch.float64)
     with (
         communicator.raising_everywhere(),
         contextlib.ExitStack() as hooks,
-        in_eval_mode(model),
+        running.in_eval_mode(model),
         torch.no_grad(),
     ):
         for layer, of_layer in zip(plan.layers, sums, strict=True):
             hooks.enter_context(counting_tokens(model, layer, of_layer))
-        for step in steps_of(len(windows), run["batch_size"], ranks):
+        for step in running.steps_of(len(windows), run["batch_size"], ranks):
             if step.num_windows:
-                output_of(model, windows.tokens[step.rows], needs_logits=False)
+                running.output_of(model, windows.tokens[step.rows], needs_logits=False)
             finished(step.num_in_step)
     sums = communicator.reduce_floats(sums.numel(), sums.flatten).view_as(sums)
     kept = best(plan, worths_of_experts(sums, unseen_first))
@@ -579,20 +571,15 @@ def worths_of_experts(sums: Tensor, unseen_first: bool) -> list[Tensor]:
     return list(torch.where(sums[:, 0] == 0, unseen, sums[:, 1] / sums[:, 0]))
 
 
-@contextlib.contextmanager
-def counting_tokens(model: nn.Module, layer: Layer, sums: Tensor) -> Iterator[None]:
-    """Add the tokens that come to the experts of a layer inside, and what they say of each.
+def counting_tokens(model: nn.Module, layer: Layer, sums: Tensor) -> RemovableHandle:
+    """A context: adds the tokens that come to the experts of a layer, and what they say of each.
 
     Args:
         sums: fp64 [2, experts]: of each, the number of tokens, and the sum of gate weight times
             norm of its output.
     """
     experts = model.get_submodule(layer.inner)
-    handle = experts.register_forward_pre_hook(partial(_add_tokens, sums))
-    try:
-        yield
-    finally:
-        handle.remove()
+    return experts.register_forward_pre_hook(partial(_add_tokens, sums))
 
 
 def _add_tokens(sums: Tensor, experts: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from distprune._transformers import as_stored, tensors_to_save
-from distprune.base.naming import named_modules
 from distprune.files import disk
 from distprune.files.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.errors import OutputError, SelectionError
@@ -37,15 +36,10 @@ from distprune.ranks.collectives import world
 from distprune.reconstruction import DAMPING
 from distprune.statistics.gradients import GradientStatistics
 from distprune.statistics.gram import GramMatrices
+from distprune.streaming import pruning
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.passes import LayerPasses, TextSettings, write_tensors
-from distprune.streaming.pruning import (
-    OWN_TEXT_FILE,
-    OwnText,
-    any_text,
-    bytes_of_states,
-    own_text_of,
-)
+from distprune.streaming.windows import WindowStream
 from distprune.streaming.work import Work, digest_of
 
 RECORD_FILE = f"{disk.SIDECAR}/shrunk.json"  # of a result
@@ -59,7 +53,7 @@ def shrink_folder(
     neurons: float = 0.0,
     experts: float = 0.0,
     round_to: int = 128,
-    own_text: OwnText | None = None,
+    own_text: pruning.OwnText | None = None,
     update: bool = True,
     damping: float = DAMPING,
     unseen_first: bool = False,
@@ -110,7 +104,7 @@ def shrink_folder(
     shares: Any = {"neurons": neurons, "experts": experts, "round_to": round_to}
     where, updates = torch.device(device or "cpu"), "least_squares" if update else "none"
     how: Any = (None, updates, damping, batch_size, dtype, where, progress)
-    settings = TextSettings(windows or any_text(0, 1), *how)
+    settings = TextSettings(windows or pruning.any_text(0, 1), *how)
     has_text, files = windows is not None or own_text is not None, dict[str, bytes]()
 
     def check(target: Path, checkpoint: Checkpoint) -> tuple[StreamedModel, Plan]:
@@ -127,7 +121,8 @@ def shrink_folder(
         return streamed, plan
 
     if own_text is not None:
-        own, files[OWN_TEXT_FILE] = own_text_of(source, destination, own_text, settings, check)
+        own, saved = pruning.own_text_of(source, destination, own_text, settings, check)
+        files[pruning.OWN_TEXT_FILE] = saved
         settings = dataclasses.replace(settings, windows=own if windows is None else windows + own)
 
     def begin() -> tuple[Path, dict[str, Any], ShrinkReport | ShrinkPasses]:
@@ -154,7 +149,8 @@ def shrink_folder(
         Work(target, facts, communicator).remove()
         return passes
     num_bytes = passes.streamed.checkpoint.num_bytes
-    with passes.work.begun(bytes_of_states(passes.streamed, settings) + 2 * num_bytes, say):
+    num_needed = pruning.bytes_of_states(passes.streamed, settings) + 2 * num_bytes
+    with passes.work.begun(num_needed, say):
         report = passes.run()
     record = {"digest": digest_of(facts), "report": asdict(report)}
     files[RECORD_FILE] = json.dumps(record, indent=1).encode()
@@ -197,9 +193,8 @@ class ShrinkPasses(LayerPasses):
     @cached_property
     def layers(self) -> dict[int, Layer]:
         """Those that lose some, by number."""
-        names = {id(module): name for name, module in named_modules(self.streamed.model)}
-        numbers = {names[id(module)]: n for n, module in enumerate(self.streamed.layers)}
-        return {numbers[layer.name]: layer for layer in self.plan.layers}
+        module_of, layers = self.streamed.model.get_submodule, self.streamed.layers
+        return {layers.index(module_of(layer.name)): layer for layer in self.plan.layers}
 
     def run(self) -> ShrinkReport:
         """Run the text, and write each layer without what it loses. Collective."""
@@ -247,7 +242,7 @@ class ShrinkPasses(LayerPasses):
                     ranks.run(partial(stream.advance, number))
                 sums = ranks.reduce_floats(sums.numel(), sums.flatten).view_as(sums)
                 (worth,) = shrinking.worths_of_experts(sums[None], self.unseen_first)
-                self._choose(number, worth, lambda stay: {"sums": [sums]})  # noqa: B023
+                self._keep_best(number, worth, sums=[sums])
             else:
                 ranks.run(partial(stream.advance, number))
                 self._write(number)
@@ -282,37 +277,42 @@ class ShrinkPasses(LayerPasses):
             if settings.moves:
                 stream = self._stream("after", settings.windows)
 
-        def move(number: int, stay: Tensor) -> dict[str, Any]:
-            if stream is None:
-                return {}
-            layer, pair = self.layers[number], shrinking.pair_of(model, self.layers[number].inner)
-            grams = GramMatrices([pair])
-            stream.collect(number, grams)
-            gram, dtype = grams.matrix(*pair), self.small.get_parameter(layer.inner).dtype
-            found = shrinking.move_columns(model, layer, stay, gram, settings.damping, dtype)
-            return {"errors": {layer.name: found}}
-
         for number in layers("update", numbers):
             if number in self.layers:
                 find = partial(shrinking.worth_of_neurons, model, self.layers[number], factors)
-                self._choose(number, self.work.communicator.run(find), partial(move, number))
+                self._keep_best(number, self.work.communicator.run(find), stream)
             else:
                 self._write(number)
             if stream is not None and number < last:
                 stream.move_on(number)
 
-    def _choose(
-        self, number: int, worth: Tensor, facts_of: Callable[[Tensor], dict[str, Any]]
+    def _move(self, stream: WindowStream, number: int, stay: Tensor) -> list[float]:
+        """Let the neurons of a layer that stay take over; as ``move_columns``. Collective."""
+        model, layer = self.streamed.model, self.layers[number]
+        pair = shrinking.pair_of(model, layer.inner)
+        grams, dtype = GramMatrices([pair]), self.small.get_parameter(layer.inner).dtype
+        stream.collect(number, grams)
+        gram, damping = grams.matrix(*pair), self.settings.damping
+        return shrinking.move_columns(model, layer, stay, gram, damping, dtype)
+
+    def _keep_best(
+        self,
+        number: int,
+        worth: Tensor,
+        stream: WindowStream | None = None,
+        sums: Sequence[Tensor] = (),
     ) -> None:
         """Write a layer without what is worth least. Collective.
 
         Args:
             worth: of each neuron or expert.
-            facts_of: from the numbers of what stays to the last arguments of ``rows_of``.
+            stream: for the neurons that stay, to take over; None: they do not.
+            sums: as for ``rows_of``.
         """
         plan = self.plan._replace(layers=[self.layers[number]])
         (stay,) = shrinking.best(plan, [worth])
-        (row,) = shrinking.rows_of(plan, [stay], **facts_of(stay))
+        errors = [] if stream is None else [self._move(stream, number, stay)]
+        (row,) = shrinking.rows_of(plan, [stay], errors, sums)
         self._write(number, stay)
         self.work.record("rows", self.work.get("rows", {}) | {row.name: asdict(row)})
 
