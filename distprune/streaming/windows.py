@@ -24,18 +24,10 @@ from torch import Tensor
 
 from distprune.criteria.elementwise import GradientMoment
 from distprune.files.disk import writing
+from distprune.language_models import running
 from distprune.language_models.folders import require_extra
 from distprune.language_models.hidden_states import HiddenStates
 from distprune.language_models.losses import BatchLosses, PerplexityReport, report_of
-from distprune.language_models.running import (
-    DataRanks,
-    Report,
-    Step,
-    check_run,
-    output_of,
-    reporter,
-    steps_of,
-)
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import world
 from distprune.statistics.activation import ActivationStatistics
@@ -70,9 +62,9 @@ class WindowStream(HiddenStates):
         super().__init__(streamed.layers)
         self._streamed, self._windows, self._place = streamed, windows, place
         self._forget, self._batch_size = forget, batch_size
-        ranks = DataRanks(world().index, world().size, True)
-        steps = steps_of(len(windows), batch_size, ranks)
-        self.batches: list[Step] = [step for step in steps if step.num_windows]
+        ranks = running.DataRanks(world().index, world().size, True)
+        steps = running.steps_of(len(windows), batch_size, ranks)
+        self.batches: list[running.Step] = [step for step in steps if step.num_windows]
         self._embed()
 
     def collect(self, number: int, statistics: ActivationStatistics) -> None:
@@ -172,7 +164,7 @@ class WindowStream(HiddenStates):
         with torch.no_grad(), self._streamed.around() as model:
             for step in self.batches:
                 tokens = self._windows.tokens[step.rows]
-                self.catch(partial(output_of, model, tokens, needs_logits=False))
+                self.catch(partial(running.output_of, model, tokens, needs_logits=False))
                 self._streamed.check_chain(self)
 
     @contextlib.contextmanager
@@ -224,7 +216,7 @@ def perplexity(
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    progress: Report | None = None,
+    progress: running.Report | None = None,
 ) -> PerplexityReport:
     """The perplexity of texts under the model of a folder, layer by layer. Collective.
 
@@ -251,13 +243,13 @@ def perplexity(
     require_extra()
     communicator = world()
     streamed = communicator.run(lambda: StreamedModel(source, dtype, torch.device(device or "cpu")))
-    communicator.run(lambda: check_run(streamed.model, windows.tokens, batch_size))
+    communicator.run(lambda: running.check_run(streamed.model, windows.tokens, batch_size))
     with tempfile.TemporaryDirectory() as states, communicator.raising_everywhere():
         stream = communicator.run(
             lambda: WindowStream(streamed, windows, batch_size, Path(states) / "text")
         )
         total = len(streamed.layers) * len(windows)
-        finished = reporter("evaluate", total, progress, "forwards of a layer")
+        finished = running.reporter("evaluate", total, progress, "forwards of a layer")
         for number in range(len(streamed.layers)):
             with streamed.layer(number):
                 communicator.run(partial(stream.advance, number))

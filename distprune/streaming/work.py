@@ -25,15 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distprune.files.disk import (
-    DISCARD_HINT,
-    WORK,
-    check_free_bytes,
-    folder_bytes,
-    locked,
-    write_atomically,
-    writing,
-)
+from distprune.files import disk
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.ranks.collectives import Communicator
 
@@ -80,11 +72,11 @@ class Work:
             is_other = (path / _FACTS).read_text() != self._text
         else:  # one without text
             path = path.with_name(path.name.removesuffix("-text"))
-            is_other = (path / WORK / "digest").exists()
+            is_other = (path / disk.WORK / "digest").exists()
         if is_other:
             raise OutputError(
                 f"{path} is the unfinished result of another command, text, model or version. "
-                f"Finish it with the command that began it, {DISCARD_HINT}, or choose another "
+                f"Finish it with the command that began it, {disk.DISCARD_HINT}, or choose another "
                 "destination."
             )
         if not (self.path / _FACTS).exists() and self.scores.exists():
@@ -108,7 +100,7 @@ class Work:
         """
         ranks = self.communicator
         with contextlib.ExitStack() as lock:
-            first_rank = contextlib.nullcontext() if ranks.index else locked(self._destination)
+            first_rank = contextlib.nullcontext() if ranks.index else disk.locked(self._destination)
             ranks.run(partial(lock.enter_context, first_rank))
             if ranks.run((self.path / _FACTS).exists):
                 tell(f"Resuming what is in {self.path}.")
@@ -146,7 +138,7 @@ class Work:
         self._done[step] = value
         text = json.dumps(self._done).encode()
         self.communicator.agree()  # every rank has written its files
-        self.on_first_rank(lambda: write_atomically(self.path / _PROGRESS, text))
+        self.on_first_rank(lambda: disk.write_atomically(self.path / _PROGRESS, text))
 
     def once(self, step: str, run: Callable[[], Any]) -> Any:
         """What a step gives, as JSON; it runs unless an earlier run has done it. Collective."""
@@ -156,7 +148,7 @@ class Work:
 
     def forget(self) -> None:
         """Let the next run do all steps again, because this rank finds a file damaged. Local."""
-        write_atomically(self.path / _PROGRESS, b"{}")
+        disk.write_atomically(self.path / _PROGRESS, b"{}")
 
     def remove(self) -> None:
         """Remove the folder. Collective."""
@@ -165,12 +157,12 @@ class Work:
 
     def _make(self, num_bytes: int) -> None:
         self.check()
-        with writing(self.path):
+        with disk.writing(self.path):
             for name in ("states", "statistics", "values", "polished"):
                 self.folder(name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_free_bytes(self.path, num_bytes - folder_bytes(self.path), self.path)
-        write_atomically(self.path / _FACTS, self._text.encode())
-        with writing(self.scores):
+        disk.check_free_bytes(self.path, num_bytes - disk.folder_bytes(self.path), self.path)
+        disk.write_atomically(self.path / _FACTS, self._text.encode())
+        with disk.writing(self.scores):
             self.scores.mkdir(parents=True, exist_ok=True)
 
 
