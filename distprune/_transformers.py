@@ -497,15 +497,13 @@ def build_without_weights(folder: str, dtype: torch.dtype | None) -> Any:
 def tensors_to_save(model: Any) -> dict[str, Tensor]:
     """The tensors of a model that ``save_pretrained`` writes; of tied ones, one."""
     modeling, state = sys.modules["transformers.modeling_utils"], dict(model.state_dict())
-    found: dict[str, Tensor] = modeling.remove_tied_weights_from_state_dict(state, model)
-    return found
+    return modeling.remove_tied_weights_from_state_dict(state, model)
 
 
 def as_stored(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What ``save_pretrained`` writes of some tensors of a model, such as those of a layer."""
     loading = sys.modules[_OPERATIONS_MODULE]
-    found: dict[str, Tensor] = loading.revert_weight_conversion(model, tensors)
-    return found
+    return loading.revert_weight_conversion(model, tensors)
 
 
 def empty_model(make: Callable[[Any], Any], config: Any) -> Any:

@@ -134,8 +134,7 @@ def select(
 def head_of(model: nn.Module) -> nn.Module | None:
     """The layer that makes logits; None if the model does not say which."""
     get: Any = getattr(unwrap(model), "get_output_embeddings", None)
-    found: nn.Module | None = None if get is None else get()
-    return found
+    return None if get is None else get()
 
 
 def _default_reason(place: Place, head: nn.Module | None) -> str:

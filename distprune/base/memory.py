@@ -145,15 +145,12 @@ def is_one(mask: Tensor, out: Array | None = None) -> Array:
     Args:
         out: bool, where to write it.
     """
-    flags: Array
     if mask.dtype is torch.bool:
-        flags = np.not_equal(mask.view(torch.uint8).numpy(), 0, out=out)
-    elif mask.itemsize not in INTEGERS:
-        flags = np.equal(mask.numpy(), 1, out=out)
-    else:
-        bits = mask.view(INTEGERS[mask.itemsize]).numpy()
-        flags = np.equal(bits, bits_of_one(mask.dtype), out=out)
-    return flags
+        return np.not_equal(mask.view(torch.uint8).numpy(), 0, out=out)
+    if mask.itemsize not in INTEGERS:
+        return np.equal(mask.numpy(), 1, out=out)
+    bits = mask.view(INTEGERS[mask.itemsize]).numpy()
+    return np.equal(bits, bits_of_one(mask.dtype), out=out)
 
 
 def is_zero(mask: Tensor, out: Array | None = None) -> Array:
@@ -171,16 +168,13 @@ def is_zero(mask: Tensor, out: Array | None = None) -> Array:
         numbers = mask.view(torch.int16).numpy() << 1  # shifts the sign out
     else:
         numbers = mask.numpy()
-    flags: Array = np.equal(numbers, 0, out=out)
-    return flags
+    return np.equal(numbers, 0, out=out)
 
 
 @functools.cache
 def bits_of_one(dtype: torch.dtype) -> np.integer[Any]:
     """The bits of 1 in a dtype, as an integer of its size."""
-    ones = torch.ones(1, dtype=dtype).view(INTEGERS[dtype.itemsize]).numpy()
-    one: np.integer[Any] = ones[0]
-    return one
+    return torch.ones(1, dtype=dtype).view(INTEGERS[dtype.itemsize]).numpy()[0]
 
 
 def zero_pruned(values: Tensor, mask: Tensor) -> None:

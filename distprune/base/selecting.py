@@ -59,8 +59,7 @@ class FloatFormat(NamedTuple):
         Args:
             raw: numbers, of any dtype, 1-d.
         """
-        patterns: np.ndarray = raw.view(self.bits) & self.bits((1 << (self.num_bits - 1)) - 1)
-        return patterns
+        return raw.view(self.bits) & self.bits((1 << (self.num_bits - 1)) - 1)
 
 
 # The formats that can be ranked, masked and compared: those of 16 bits and more.

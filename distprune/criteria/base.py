@@ -679,8 +679,7 @@ class Criterion:
 
 def extremes_of(tensor: Tensor) -> list[float]:
     """The lowest and the highest element, NaN if one is; none of none. One read."""
-    extremes: list[float] = torch.stack(tensor.aminmax()).tolist() if tensor.numel() else []
-    return extremes
+    return torch.stack(tensor.aminmax()).tolist() if tensor.numel() else []
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -71,8 +71,7 @@ class Team(Communicator):
 
     def from_leader(self, function: Callable[[], T]) -> T:
         """Call a function on the leader; every rank returns its result, which must be JSON."""
-        found: T = self.share(self.run(lambda: function() if self.is_leader else None))[0]
-        return found
+        return self.share(self.run(lambda: function() if self.is_leader else None))[0]
 
     def share(self, value: object) -> list[Any]:
         """The values of all ranks, in order of rank; each must be JSON."""

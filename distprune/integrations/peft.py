@@ -132,8 +132,7 @@ def merge_and_unload(
         # A copy that FSDP2 has gathered is not the weight. Only its modules have this method.
         if hasattr(module, "set_reshard_after_forward"):
             module.reshard()
-    merged: nn.Module = tuned.merge_and_unload(safe_merge=safe_merge, adapter_names=adapter_names)
-    return merged
+    return tuned.merge_and_unload(safe_merge=safe_merge, adapter_names=adapter_names)
 
 
 def save_adapter(model: nn.Module, path: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -377,8 +376,7 @@ class HeldDelta:
             if present is not None:
                 present(base, ())  # computes the product anew
         # What PEFT assigns to ``weight.data``: it has it already.
-        changed: Tensor = base.weight.data
-        return changed
+        return base.weight.data
 
 
 def _masked_linear(

@@ -424,8 +424,7 @@ class TextScores:
         if score in _FROM_GRADIENTS:
             return self._collected(elementwise_criterion(score, self.parameters)).scores()
         kind = {"fisher": "gradients", "obs": "grams"}.get(score, "statistics")
-        found: Scores = getattr(getattr(self, kind), score)()
-        return found
+        return getattr(getattr(self, kind), score)()
 
     def of_round(self, score: str) -> Scores:
         """The scores of the model as it is now, for ``prune_in_rounds``. Collective.

@@ -118,7 +118,7 @@ def load_sharded(
         model = model.to(device or torch.accelerator.current_accelerator(True) or "cpu")
     if wrap == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def _sizes(wrap: str, mesh: Sequence[int] | None, num_ranks: int) -> dict[str, int]:
@@ -240,14 +240,13 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
     place = locate(Path(folder))
     try:
-        made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, local_files_only=True)
+        return AutoTokenizer.from_pretrained(place, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         text = str(error).strip().splitlines()
         raise CheckpointError(
             f"{folder} has no tokenizer that transformers can load ({text[0] if text else error!r})"
             "; expected tokenizer.json or the like. Give the folder of one that has."
         ) from error
-    return made
 
 
 _PACKAGES = ("transformers", "safetensors")

@@ -162,7 +162,7 @@ def hooks_on(module: nn.Module) -> list[PruningHook]:
 
 def find_hook(module: nn.Module, name: str) -> PruningHook | None:
     """The pruning hook of a parameter; None if it is not pruned."""
-    return module._forward_pre_hooks.get(name)  # type: ignore[call-overload,no-any-return]
+    return module._forward_pre_hooks.get(name)  # type: ignore[call-overload]
 
 
 def unregister(module: nn.Module, name: str) -> None:

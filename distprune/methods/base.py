@@ -320,8 +320,7 @@ def _mask_from_scores(self: Any, t: Tensor, default_mask: Tensor) -> Tensor:
     """``compute_mask`` of a method with ``DISTRIBUTED = "scores"`` that has none of its own."""
 
     def score(t: Tensor) -> Tensor:
-        scores: Tensor = self.compute_scores(t.reshape(-1)).view(t.shape)
-        return scores
+        return self.compute_scores(t.reshape(-1)).view(t.shape)
 
     return ranking.without_lowest(t, default_mask, self.amount, score, signed=True)
 
@@ -564,5 +563,5 @@ def hook_for_chosen_mask(module: nn.Module, name: str, *, reuse: bool = False) -
         last = CustomFromMask(None)
         last._tensor_name, last._module_ref = name, weakref.ref(module)
     elif reuse:
-        return hook  # type: ignore[no-any-return]
+        return hook
     return last if hook is None else hook_with(hook, last)

@@ -397,10 +397,7 @@ def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
     dim %= t.ndim
     order = norm_order(n)
     if order is None or not t.is_floating_point():
-        by_torch: Tensor = torch.norm(
-            t, p=n, dim=[other for other in range(t.ndim) if other != dim]
-        )
-        return by_torch
+        return torch.norm(t, p=n, dim=[other for other in range(t.ndim) if other != dim])
     rows = t.detach().movedim(dim, 0), torch.arange(t.shape[dim]), None
     sizes = torch.full((t.shape[dim],), t.numel() // max(t.shape[dim], 1))
     return joint_norms([lambda: rows], order, sizes, Communicator(())).to(t.device, t.dtype)

@@ -178,8 +178,7 @@ class Passes:
             stay = self.kept(chunk, cuts, scratch)
             self.store(chunk, stay)
             operations = operations_on(self.sources[chunk.pieces[0][0]].device)
-            number: Array | Tensor = operations.count_pieces(stay, chunk.bounds)
-            return number
+            return operations.count_pieces(stay, chunk.bounds)
 
         others = [
             chunk
@@ -227,8 +226,7 @@ class Passes:
                 gone[ties.numpy()] = before.numpy()
             else:
                 gone[ties] = before
-        number: Array | Tensor = operations.zero(self.outs[i][start:stop], positions, gone)
-        return number
+        return operations.zero(self.outs[i][start:stop], positions, gone)
 
     def load(self, chunk: Chunk, scratch: Scratch) -> tuple[Tensor, bool, Flags]:
         """The keys of a chunk, whether they may have NaN, and which elements compete."""

@@ -100,8 +100,7 @@ class Intervals(NamedTuple):
         """A bin of the next histogram holds 2**shift keys."""
         # Of keys of 64 bits, the difference fits into an unsigned number only.
         width = (self.high - self.low).view(np.uint64).astype(np.float64)
-        shift: Array = np.maximum(0, np.frexp(width)[1].astype(np.int64) - _BITS)
-        return shift
+        return np.maximum(0, np.frexp(width)[1].astype(np.int64) - _BITS)
 
     @property
     def num_bins(self) -> int:

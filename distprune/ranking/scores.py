@@ -468,8 +468,7 @@ def factor_at(factor: Tensor, places: tuple[Tensor | int, Tensor, Tensor]) -> Te
 def _float_array(scratch: Scratch, size: int, dtype: torch.dtype) -> Array:
     """Scratch memory for scores, where keys can be made of them in place."""
     integer = np.dtype(f"int{8 * dtype.itemsize}")
-    array: Array = scratch.array(_USE, size, integer).view(f"float{8 * dtype.itemsize}")
-    return array
+    return scratch.array(_USE, size, integer).view(f"float{8 * dtype.itemsize}")
 
 
 def _product(factors: list[Array], out: Array) -> Array:

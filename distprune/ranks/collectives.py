@@ -544,8 +544,7 @@ def _reduction_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def _contexts_of_thread() -> list[_Told]:
-    contexts: list[_Told] = _threads.__dict__.setdefault("contexts", [])
-    return contexts
+    return _threads.__dict__.setdefault("contexts", [])
 
 
 _WAITS = (

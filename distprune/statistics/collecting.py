@@ -252,7 +252,7 @@ def _checked_input(label: str, args: Any, kwargs: Any) -> Tensor:
             f"{label}: its layer runs with gradients enabled, inside collecting(): activation "
             "checkpointing would run it twice. Expected a forward without torch.enable_grad()."
         )
-    return args[0] if args else next(iter(kwargs.values()))  # type: ignore[no-any-return]
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 @contextlib.contextmanager

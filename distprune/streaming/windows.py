@@ -179,8 +179,7 @@ class WindowStream(HiddenStates):
 
     def _first(self, batch: int) -> int:
         """The number of the first window of a batch of this rank."""
-        first: int = self.batches[batch].rows.start
-        return first
+        return self.batches[batch].rows.start
 
     def _write(self, kind: str, stage: int, first: int, state: Tensor) -> None:
         from safetensors.torch import save

@@ -168,11 +168,10 @@ class Work:
 
 def _progress_in(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        return json.loads(path.read_bytes()) if path.exists() else {}
     except ValueError as error:
         path.unlink(missing_ok=True)
         raise damaged(path, error) from error
-    return found
 
 
 def damaged(path: Path, error: object) -> CheckpointError:

@@ -74,8 +74,7 @@ class PartitionedParameter(managed.StoredRun):
 
     def _unpadded(self, run: Any) -> Tensor:
         """This rank's run, of a tensor that may end with a padding."""
-        unpadded: Tensor = run.view(-1)[: self._run_of(self.groups[0].rank())[1]]
-        return unpadded
+        return run.view(-1)[: self._run_of(self.groups[0].rank())[1]]
 
     @property
     def values(self) -> Tensor:

@@ -238,8 +238,7 @@ class FlatPiece(managed.StoredRun):
 
 def _slice_of(flat: FlatParameter) -> Tensor:
     """This rank's slice of a flat parameter, unmasked and in full precision."""
-    local: Tensor = getattr(flat, "_local_shard", flat)
-    return local.detach()
+    return getattr(flat, "_local_shard", flat).detach()
 
 
 def _after_loading(reference: weakref.ref[FlatParamHandle], *_: Any) -> None:

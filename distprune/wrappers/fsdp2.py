@@ -44,8 +44,7 @@ class FSDP2Parameter(managed.Managed):
 
         A plain tensor if ``load_state_dict(assign=True)`` put one in its place.
         """
-        parameter: Any = self.fsdp_param.sharded_param
-        return parameter  # type: ignore[no-any-return]
+        return self.fsdp_param.sharded_param  # type: ignore[return-value]
 
     @property
     def shape(self) -> torch.Size:

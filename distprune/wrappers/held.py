@@ -46,8 +46,7 @@ _ATTRIBUTE = "_distprune_held"
 
 def find_held(module: nn.Module, name: str) -> Held | None:
     """What holds the zeros of ``module.<name>``; None if it is plain, not pruned, or a copy."""
-    of_module: dict[str, Held] = module.__dict__.get(_ATTRIBUTE, {})
-    return of_module.get(name)
+    return module.__dict__.get(_ATTRIBUTE, {}).get(name)
 
 
 def held_names(module: nn.Module) -> tuple[str, ...]:
@@ -271,8 +270,7 @@ def _copies_of(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, Tensor, H
 
 def _storage_of(tensor: Tensor) -> int:
     """Identifies the memory of a tensor, or of what a DTensor holds."""
-    address: int = local_tensor(tensor).untyped_storage()._cdata
-    return address
+    return local_tensor(tensor).untyped_storage()._cdata
 
 
 _kept: list[Held] | None = None  # those whose zeros a context puts off

@@ -257,8 +257,7 @@ class StoredRun(Managed):
         """
         size = self.values.numel()
         if saved.shape == (size,):
-            run: Tensor = saved
-            return run
+            return saved
         if saved.shape != self.shape:
             raise ValueError(
                 f"this rank's {size} elements of the mask, as a model that is sharded in the same "
@@ -295,8 +294,7 @@ def restore_methods(owner: Any, key: Hashable, user: Any, *names: str) -> bool:
 
 def users_of(owner: Any) -> dict[Hashable, Any]:
     """Those for which functions stand in for methods of an object."""
-    users: dict[Hashable, Any] = owner.__dict__.get(_USERS, {})
-    return users
+    return owner.__dict__.get(_USERS, {})
 
 
 def _call(function: Callable[..., Any], owner: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:

@@ -159,8 +159,7 @@ def product(module: nn.Module, name: str, original: Tensor, mask: Tensor) -> Ten
     if not has_dense_gradient(module, name):
         return masked_product(original, mask)
     depth = module.__dict__[_depth_key(name)]
-    result: Tensor = _StraightThrough.apply(original, mask, depth)  # type: ignore[no-untyped-call]
-    return result
+    return _StraightThrough.apply(original, mask, depth)  # type: ignore[no-untyped-call]
 
 
 class _StraightThrough(torch.autograd.Function):
