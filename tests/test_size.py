@@ -39,12 +39,12 @@ ROOMS = {
     "selftest.py": (322, 1),
     "shards": (786, 5),
     "statistics": (1365, 6),
-    "streaming": (1446, 7),
+    "streaming": (1438, 7),
     "testing.py": (211, 1),
     "verification.py": (492, 1),
     "wrappers": (1091, 8),
 }
-TOTAL = (19949, 120)
+TOTAL = (19941, 120)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 28521, "launch": 831}
 NO_CODE = {

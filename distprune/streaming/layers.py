@@ -103,17 +103,11 @@ class StreamedModel:
         return sum(self._tensors[names[0]].nbytes for names, _ in self.sources[number])
 
     @contextlib.contextmanager
-    def layer(self, number: int) -> Iterator[nn.Module]:
-        """A decoder layer, which has its weights inside."""
-        with self._in_memory(number):
-            yield self.layers[number]
-
-    @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
         """The model with all of its weights."""
         with contextlib.ExitStack() as stack:
             for number in range(-1, len(self.layers)):
-                stack.enter_context(self._in_memory(number))
+                stack.enter_context(self.layer(number))
             yield self.model
 
     @contextlib.contextmanager
@@ -125,11 +119,11 @@ class StreamedModel:
         Args:
             enter: makes what the first layer returns of what it is called with.
         """
-        with self._in_memory(-1), self.through(enter):
+        with self.layer(-1), self.through(enter):
             yield self.model
 
     @contextlib.contextmanager
-    def through(self, enter: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def through(self, enter: Callable[[Tensor], Tensor] = lambda state: state) -> Iterator[None]:
         """Make layers return what they are called with, and the first one ``enter`` of it."""
         with contextlib.ExitStack() as changes:
             for number, layer in enumerate(self.layers):
@@ -166,11 +160,7 @@ class StreamedModel:
         for self._num_returned in range(4):
             states = HiddenStates(self.layers)
             try:
-                with (
-                    torch.no_grad(),
-                    self._in_memory(-1, are_made_up=True),
-                    self.through(lambda state: state),
-                ):
+                with torch.no_grad(), self.layer(-1, are_made_up=True), self.through():
                     states.catch(run)
             except Exception as raised:
                 error = error or raised
@@ -189,8 +179,12 @@ class StreamedModel:
             ) from error
 
     @contextlib.contextmanager
-    def _in_memory(self, number: int, are_made_up: bool = False) -> Iterator[None]:
-        """Give tensors of the model their values, and take them away again."""
+    def layer(self, number: int, are_made_up: bool = False) -> Iterator[None]:
+        """Inside, a decoder layer, or what is around the layers (-1), has its values in memory.
+
+        Args:
+            are_made_up: other values that take no memory.
+        """
         try:
             for n, (names, source) in enumerate(self.sources[number]):
                 empty = self._tensors[names[0]]

@@ -133,7 +133,7 @@ def test_processes_share_the_text(made, tmp_path):
 def test_what_is_wrong_is_said_before_weights_are_read(run, made, tmp_path, monkeypatch):
     model, text = made
     save_tiny_mixtral(tmp_path / "mixtral")
-    monkeypatch.setattr(StreamedModel, "layer", None)
+    monkeypatch.setattr(StreamedModel, "values_of", None)
     cases = [
         (2, [model, tmp_path / "out"], "expected shares below 1, one of them above 0"),
         (2, [model, tmp_path / "out", "--neurons", "0.2"], "in multiples of 128"),

@@ -169,7 +169,7 @@ def test_what_is_refused(made, tmp_path, monkeypatch):
     before = sorted(tmp_path.iterdir())
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(StreamedModel, "layer", None)
+        patch.setattr(StreamedModel, "values_of", None)
         for kind, message, source, options in [
             (SelectionError, "expected one of them. Take experts out first",
              tmp_path / "DeepseekV3ForCausalLM", {"neurons": 0.5, "experts": 0.25}),
