@@ -23,7 +23,7 @@ from distprune.masks.hook import check_idle, check_state
 from distprune.ranking.chunks import count_live
 from distprune.ranks.collectives import Communicator
 from distprune.shards.factored import FactoredScores
-from distprune.shards.geometry import run_index_map
+from distprune.shards.geometry import index_map
 from distprune.shards.reader import ShardReader, local_part, whole_checksum
 from distprune.shards.shard import Shard, at_position, checksums, replicas_agree
 
@@ -366,20 +366,10 @@ def _absent(name: str, entry: _Entry, num_holders: int, device: torch.device) ->
     """A parameter of other ranks: no element of it is here."""
     _, shape, dtype, _, num_replicas = entry
     values = torch.empty(0, dtype=getattr(torch, dtype), device=device)
-    index = run_index_map((0,), (1,), 0)
-    assert index is not None
-    return Shard(
-        name=name,
-        parameter=values,
-        values=values,
-        mask=None,
-        shape=torch.Size(shape),
-        index=index,
-        is_run=True,
-        num_replicas=num_holders * num_replicas,
-        ranks=(),
-        key=name,
-    )
+    index, copies = index_map((0,), [range(0)], [0]), (0, num_holders * num_replicas)
+    shard = Shard(name, values, values, None, torch.Size(shape), index, True, *copies)
+    shard.ranks, shard.key = (), name
+    return shard
 
 
 S = TypeVar("S", Tensor, FactoredScores, Tensor | FactoredScores)

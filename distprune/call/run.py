@@ -53,19 +53,15 @@ def prune_parameters(
                 arguments, shards = read_parameters(make_arguments, communicator)
             else:
                 arguments = communicator.run(make_arguments, request.PruningArguments.all_facts)
-                shards = counted[0]
+                shards, num_live = counted
             segments = request.agree_on_segments(arguments, shards, communicator)
-            num_live = (
-                count_live_and_compare(shards, arguments.reads_values, communicator)
-                if counted is None
-                else counted[1]
-            )
+            if counted is None:
+                num_live = count_live_and_compare(shards, arguments.reads_values, communicator)
             dtypes = [torch.bool if shard.is_held else shard.parameter.dtype for shard in shards]
-            decision = arguments.decide(
-                request.PruningCall(
-                    shards, num_live, dtypes, communicator, arguments.normalize, segments
-                )
+            call = request.PruningCall(
+                shards, num_live, dtypes, communicator, arguments.normalize, segments
             )
+            decision = arguments.decide(call)
         is_ranked = decision.bound_of is not None
         if not is_ranked and (arguments.divided_by or arguments.normalize):
             option = arguments.divided_by or f"normalize={arguments.normalize!r}"
