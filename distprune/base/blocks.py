@@ -150,10 +150,8 @@ class BlockRule:
     @property
     def wanted(self) -> float:
         """The sparsity that every tensor is to have, before rounding; they do not compete."""
-        most = 1.0
-        if self.kept_of is not None:
-            kept, block = self.kept_of
-            most = (block - kept) / block
+        kept, block = self.kept_of or (0, 1)
+        most = (block - kept) / block
         return most if self.sparsity is None else min(self.sparsity, most)
 
     def misfit(self, label: str, shape: Sequence[int], layout: Layout) -> str | None:

@@ -169,15 +169,11 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         )
     names, index, weight_map = _find_weights(root)
     files = [read_header(os.path.join(root, name), name) for name in names]
-    return Checkpoint(
-        root,
-        tuple(files),
-        _tensors_of(files, index, weight_map),
-        _read_config(os.path.join(root, "config.json")),
-        *_list(root, {*names, index}),
-        root,
-        "" if os.path.lexists(source) else f"{source} is {root}.",
-    )
+    tensors = _tensors_of(files, index, weight_map)
+    config = _read_config(os.path.join(root, "config.json"))
+    others, skipped = _list(root, {*names, index})
+    note = "" if os.path.lexists(source) else f"{source} is {root}."
+    return Checkpoint(root, tuple(files), tensors, config, others, skipped, root, note)
 
 
 def locate(source: str | Path) -> str:

@@ -228,8 +228,7 @@ def _plan_group(entries: list[TensorEntry], recipe: GroupRecipe, layouts: Layout
         known = [own.num_pruned_of(size) for own, size in zip(blocks, sizes, strict=True)]
         counts, num_to_prune = known, sum(known)
     bounded = [Bounded(e.name, (e.name,), e.numel, tuple(e.shape)) for e in entries]
-    limits = _limits_of(bounded, recipe, num_to_prune)
-    lowest, highest = limits or ([0] * len(entries), sizes)
+    lowest, highest = _limits_of(bounded, recipe, num_to_prune) or ([0] * len(entries), sizes)
     if recipe.budget in ("uniform", "erk"):
         from distprune.budgets import divided, lines_of
 

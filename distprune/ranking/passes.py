@@ -221,11 +221,7 @@ class Passes:
         if 0 < index < ALL:
             ties = operations.positions_of(keys, threshold)
             indices = self.shards[i].index(select(positions, ties).long() + start)
-            before = indices < index
-            if memory.takes_numpy(keys.device):
-                gone[ties.numpy()] = before.numpy()
-            else:
-                gone[ties] = before
+            torch.as_tensor(gone)[ties] = indices < index
         return operations.zero(self.outs[i][start:stop], positions, gone)
 
     def load(self, chunk: Chunk, scratch: Scratch) -> tuple[Tensor, bool, Flags]:
@@ -351,10 +347,8 @@ class Passes:
             else:
                 runs = Runs(0, size, length, torch.from_numpy(numbers))
                 keys, _, flags = self.load(part, scratch)
-                keys, live = (
-                    runs.of(keys),
-                    None if flags is None else runs.of(torch.as_tensor(flags)),
-                )
+                keys = runs.of(keys)
+                live = None if flags is None else runs.of(torch.as_tensor(flags))
                 positions = runs.positions(torch.device("cpu")).numpy()
                 pieces = part.bounds.searchsorted(positions, side="right") - 1
                 own = memory.moved(torch.from_numpy(owners[pieces]), keys.device)
