@@ -111,7 +111,7 @@ class CalibrationRunOptions(RunOptions):
 
 
 @contextlib.contextmanager
-def on_ranks_with_text(
+def ranks_with_text(
     given: RunOptions, model: Path, timeout: float, terminal: Terminal
 ) -> Iterator[tuple[str, Any, ReadWindows, Meter]]:
     """Join the other ranks; transformers writes nothing but errors from now on.
@@ -237,8 +237,7 @@ def evaluate(given: EvaluationOptions, model: Path) -> None:
     if not (given.texts or given.generate):
         raise SelectionError("nothing to evaluate; expected --text FILE, or --generate TEXT.")
     terminal = given.terminal()
-    ranks = on_ranks_with_text(given, model, given.timeout, terminal)
-    with ranks as (kind, tokenizer, read, meter):
+    with ranks_with_text(given, model, given.timeout, terminal) as (kind, tokenizer, read, meter):
         from distprune import language_models, streaming
         from distprune.language_models.writing import continued
 
@@ -321,8 +320,7 @@ def calibrate(given: CalibrationOptions, model: Path) -> None:
     if not given.out.absolute().parent.is_dir():
         raise OutputError(f"{given.out}: its folder does not exist; expected one that does.")
     terminal = given.terminal()
-    ranks = on_ranks_with_text(given, model, given.timeout, terminal)
-    with ranks as (kind, _, read, meter):
+    with ranks_with_text(given, model, given.timeout, terminal) as (kind, _, read, meter):
         import distprune as prune
         from distprune import language_models
 
@@ -379,8 +377,7 @@ def write_text(given: OwnTextOptions, model: Path, file: Path) -> None:
     if file.suffix != ".safetensors" or not file.absolute().parent.is_dir():
         raise OutputError(f"{file}: expected a name in .safetensors, in a folder that exists.")
     terminal = given.terminal()
-    ranks = on_ranks_with_text(given, model, given.timeout, terminal)
-    with ranks as (kind, tokenizer, _, meter):
+    with ranks_with_text(given, model, given.timeout, terminal) as (kind, tokenizer, _, meter):
         from distprune import language_models
 
         loaded, began = _load(given, model, kind), time.monotonic()
@@ -438,7 +435,7 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
     terminal = given.terminal()
     if given.discard:
         return discard_unfinished(terminal, out)
-    ranks = on_ranks_with_text(given, model, given.timeout, terminal)
+    ranks = ranks_with_text(given, model, given.timeout, terminal)
     with ranks as (kind, tokenizer, read, meter), translated(SelectionError):
         from distprune import streaming
         from distprune.files.planning import CARD_FILE

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from distprune.base import without_garbage_collection
 from distprune.cli import console
-from distprune.cli.language_models import CalibrationRunOptions, kind_of_device, on_ranks_with_text
+from distprune.cli.language_models import CalibrationRunOptions, kind_of_device, ranks_with_text
 from distprune.cli.options import (
     ListingOptions,
     WritingOptions,
@@ -206,8 +206,7 @@ def _prune_by_text(
 ) -> Report:
     """Prune by text; see ``streaming.prune_folder``."""
     recipe = choice.recipe
-    ranks = on_ranks_with_text(given, src, given.timeout, terminal)
-    with ranks as (kind, tokenizer, read, meter):
+    with ranks_with_text(given, src, given.timeout, terminal) as (kind, tokenizer, read, meter):
         from distprune import streaming
 
         (windows, evaluation), own_text = given.read(read), None
