@@ -171,7 +171,7 @@ def shrink(
             assert windows is not None
             small, found = _without_experts(small, plan, windows, unseen_first, run)
         else:
-            used = damping if update and windows is not None else None
+            used = damping if update else None
             small, found = _without_neurons(small, plan, windows, used, run)
         rows += found
     return small, ShrinkReport(tuple(rows), pretrained.num_parameters(), small.num_parameters())
@@ -468,24 +468,23 @@ def best(plan: Plan, worths: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         ValueError: a worth is not a number.
     """
-    kept = []
-    for layer, worth in zip(plan.layers, worths, strict=True):
-        of_groups = worth.view(plan.groups, -1)
-        order = of_groups.argsort(dim=1, stable=True)[:, -(layer.kept // plan.groups) :]
-        first = torch.arange(plan.groups)[:, None] * of_groups.shape[1]
-        kept.append((first + order).flatten().sort().values)
 
-    def check() -> None:
+    def choose() -> list[Tensor]:
+        kept = []
         for layer, worth in zip(plan.layers, worths, strict=True):
             if bool(worth.isnan().any()):
                 raise ValueError(
                     f"{layer.name}: what some of its {plan.kind} are worth is not a number; "
                     "expected finite weights and outputs."
                 )
+            of_groups = worth.view(plan.groups, -1)
+            order = of_groups.argsort(dim=1, stable=True)[:, -(layer.kept // plan.groups) :]
+            first = torch.arange(plan.groups)[:, None] * of_groups.shape[1]
+            kept.append((first + order).flatten().sort().values)
+        return kept
 
-    sums = str([int(numbers.sum()) for numbers in kept])
-    world().run(check, lambda _: [(f"sums of the numbers of {plan.kind} that stay", sums)])
-    return kept
+    label = f"sums of the numbers of {plan.kind} that stay"
+    return world().run(choose, lambda kept: [(label, str([int(n.sum()) for n in kept]))])
 
 
 def rows_of(
