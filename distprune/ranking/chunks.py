@@ -142,9 +142,7 @@ def join_small(
         if size > SERIAL:
             chunks.append(Chunk([piece], is_counted, is_whole))
         elif size:
-            if kind not in open_:
-                open_[kind] = [], 0
-            joined, total = open_[kind]
+            joined, total = open_.get(kind, ([], 0))
             if total + size > most and joined:
                 chunks.append(Chunk(joined, is_counted, is_whole))
                 joined, total = [], 0

@@ -111,8 +111,7 @@ def divisors_of(
 
     Cost: two reads of the scores; all-reduces of 8 and of 16 bytes per parameter.
     """
-    what = f"normalize={normalize!r}"
-    largest = largest_scores(parts, what, ranks, ", or normalize=None")
+    largest = largest_scores(parts, f"normalize={normalize!r}", ranks, ", or normalize=None")
     # NaN is not above 0 either: the ranking itself refuses it, by the name of the parameter.
     exponents = [exact_sums.exponent_of(value) if value > 0 else None for value in largest]
     totals = grid_sums(parts, exponents, exact_sums.power_of(normalize), ranks)
