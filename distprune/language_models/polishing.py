@@ -161,6 +161,7 @@ def polishing_steps(
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(1, (step + 1) / _WARM_UP) * (1 - 0.9 * step / steps)
             optimizer.step()
+            torch.clear_autocast_cache()  # of the weights as they were
             optimizer.zero_grad()
             losses.append(loss)
             state["optimizer"] = optimizer.state_dict()

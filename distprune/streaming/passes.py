@@ -326,7 +326,9 @@ class Passes(LayerPasses):
         finished = reporter("polish", settings.polish, settings.progress, "steps")
         finished(len(state.get("losses", [])))
         parameters = list(itertools.chain(*stored.parameters))
-        with streamed.whole() as model:
+        has_bf16 = self.streamed.model.dtype == torch.bfloat16
+        autocast = torch.autocast(settings.device.type, torch.bfloat16, enabled=has_bf16)
+        with streamed.whole() as model, autocast:
             for module, name in parameters:
                 module.get_parameter(name).requires_grad_(True)
             communicator.run(lambda: _attach(stored, parameters, masks, zeros_too=True))
