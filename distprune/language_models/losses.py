@@ -215,7 +215,7 @@ class _MeanLoss(torch.autograd.Function):
                     error -= wanted.exp_()
                 else:
                     error[range(len(error)), wanted] -= 1
-                error = (error / len(states)).to(states.dtype)
+                error = error.div_(len(states)).to(states.dtype)
                 of_states, of_weight, of_bias = made
                 if of_states is not None:
                     of_states[rows] = error if weight is None else error @ weight

@@ -94,6 +94,7 @@ class Table:
         self.work = settings.folder / f"{name}-table-{settings.windows}x{settings.length}"
         self.work.mkdir(exist_ok=True)
         self.tokenizer = language_models.load_tokenizer(self.source)
+        self.dtype = language_models.load_sharded(self.source).dtype
         texts = [settings.folder / text for text in TEXTS]
         self.evaluation = self.read(texts, settings.evaluation_windows)
         self.facts = {
@@ -107,8 +108,7 @@ class Table:
         rows = {key_of(row): row for row in read_rows(self.settings.results)}
         dense = rows.get(self.key("0", "dense", 0))
         if dense is None:
-            model = language_models.load_sharded(self.source, dtype=torch.float32)
-            self.add(self.key("0", "dense", 0), 0, model, facts=self.facts)
+            self.add(self.key("0", "dense", 0), 0, self.load(self.source), facts=self.facts)
         elif dense["facts"] != self.facts:
             sys.exit(
                 f"{self.settings.results}: its rows of {self.name} depend on {dense['facts']}, and "
@@ -135,8 +135,8 @@ class Table:
             shutil.rmtree(unfinished, ignore_errors=True)
             run(*command)
             unfinished.rename(folder)
-        model = language_models.load_sharded(folder, dtype=torch.float32)
         for key in missing:
+            model = self.load(folder)
             if key[-1]:
                 before = cpu_seconds()
                 self.polish(model, texts)
@@ -153,7 +153,7 @@ class Table:
             train.sample(settings.windows).save(file)
         elif not file.exists():
             size = ["--windows", settings.windows, "--length", settings.length]
-            run(*DISTPRUNE, "write-text", self.source, file, *size, "--dtype", "float32")
+            run(*DISTPRUNE, "write-text", self.source, file, *size)
         return file
 
     def read(self, files: list[Path], limit: int | None = None) -> language_models.TokenWindows:
@@ -177,23 +177,25 @@ class Table:
         if texts:
             command += [part for text in texts for part in ("--text", text)]
             command += ["--windows", settings.windows, "--length", settings.length]
-            command += ["--no-own-text", "--polish", 0, "--dtype", "float32", "--device", "cpu"]
+            command += ["--no-own-text", "--polish", 0, "--device", "cpu"]
             command += ["--update", "none"] if scope else []
         return command
 
+    def load(self, folder: Path) -> torch.nn.Module:
+        """A model in the dtype of the dense one; some methods store another."""
+        return language_models.load_sharded(folder, dtype=self.dtype)
+
     def polish(self, model: torch.nn.Module, texts: list[Path]) -> None:
         """Do what `distprune prune` does last, and round as it does when it writes."""
-        parameters = prune.select(model)
+        parameters = prune.select(model.float())
         for module, name in parameters:
             prune.custom_from_mask(module, name, getattr(module, name) != 0)
-        dense = language_models.load_sharded(self.source)
-        stored = dense.dtype
-        language_models.polish(
-            model, dense.float(), self.read(texts), parameters, steps=self.settings.steps
-        )
+        dense, windows = self.load(self.source).float(), self.read(texts)
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+            language_models.polish(model, dense, windows, parameters, steps=self.settings.steps)
         for module, name in parameters:
             prune.remove(module, name)
-        model.to(stored).float()
+        model.to(self.dtype)
 
     def add(
         self, key: tuple[Any, ...], seconds: int | None, model: torch.nn.Module, **more: Any
