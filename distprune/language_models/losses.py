@@ -149,7 +149,9 @@ class BatchLosses:
             (states, *others), head = args, (module.weight, module.bias)
             if is_dtensor(module.weight) or states.shape[:-1] != ids.shape:
                 return None
-            probe, result = states[:, :1], reduce(states, head)
+            # With the strides of `states`, the product would copy the weight.
+            probe = states[:, :1].clone(memory_format=torch.contiguous_format)
+            result = reduce(states, head)
             with torch.no_grad():
                 calls.append((result, functional.linear(probe, *head)))
             return (probe, *others)
