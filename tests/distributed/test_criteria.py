@@ -1,11 +1,11 @@
 """Criteria on every wrapper beside one process: scores, masks, traffic, states, and refusals.
 
 A row is a criterion: a caller's loop with it, and what it is, written from its paper with plain
-autograd. Rank batches in other loops and models: test_rank_batches.py.
+autograd. Rank batches in other loops and models: test_rank_batches.py; scores of inputs:
+test_statistics_on_wrappers.py, and their papers' formulas in unit/test_scores_from_activations.py.
 """
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 import distprune as prune
 from distprune import criteria
 from distprune.criteria import SNIP, Fisher
-from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
@@ -37,11 +36,10 @@ from helpers.micro_batches import (
     Wrapped,
     expected_scores,
     gradients_of_units,
-    micro_batch,
     num_tokens,
     wrong_scores,
 )
-from helpers.models import fqns, target
+from helpers.models import fqns
 from helpers.sampling import every
 
 AMOUNT = 0.4
@@ -61,12 +59,6 @@ def own_batches(w: Wrapped) -> None:
     for number in range(NUM_BATCHES):
         w.loss(number).backward()
     w.model.zero_grad()
-
-
-def forwards(w: Wrapped) -> None:
-    with torch.no_grad():
-        for number in range(NUM_BATCHES):
-            w.model(micro_batch(w.dense, w.data, w.rank, number)[0])
 
 
 def by_steps(make: Callable, is_weighted: bool = False) -> Callable[[Wrapped], Mapping]:
@@ -89,16 +81,6 @@ def by_rank_batches(make: Callable) -> Callable[[Wrapped], Mapping]:
         criterion = make(w.matrices)
         w.calibrate(criterion, NUM_BATCHES)
         return criterion.scores()
-
-    return run
-
-
-def by_inputs(kind: str) -> Callable[[Wrapped], Mapping]:
-    def run(w: Wrapped) -> Mapping:
-        statistics = ActivationStatistics(w.matrices)
-        with statistics.collecting():
-            forwards(w)
-        return getattr(statistics, kind)()
 
     return run
 
@@ -131,36 +113,6 @@ def moments(unit: str, power: int, factor: float) -> Callable[[Wrapped], Named]:
     return expected
 
 
-def scored_by(factor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Wrapped], Named]:
-    """|w| times a function of the weight and all inputs of the layer, [tokens, inputs]."""
-
-    def expected(w: Wrapped) -> Named:
-        seen: dict[str, list[Tensor]] = {name: [] for name in WEIGHTS}
-        layers = [w.dense.get_submodule(name.partition(".")[0]) for name in WEIGHTS]
-        handles = [
-            layer.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0]))
-            for name, layer in zip(WEIGHTS, layers, strict=True)
-        ]
-        with torch.no_grad():
-            for rank, number in product(range(w.num_ranks), range(NUM_BATCHES)):
-                w.dense(micro_batch(w.dense, w.data, rank, number)[0])
-        for handle in handles:
-            handle.remove()
-        return {
-            name: weight.float().abs() * factor(weight, torch.cat(seen[name]).double()).float()
-            for name, weight in weights_of(w).items()
-        }
-
-    return expected
-
-
-def ria(weight: Tensor, x: Tensor) -> Tensor:
-    """ICLR 2024: (|W|/sum of the column + |W|/sum of the row) * ||X_j||^0.5, here without |W|."""
-    magnitude = weight.double().abs()
-    sums = magnitude.sum(0, keepdim=True), magnitude.sum(1, keepdim=True)
-    return sum(torch.where(s > 0, 1 / s, 0) for s in sums) * x.square().mean(0).sqrt().sqrt()
-
-
 def once_per_backward(w: Wrapped) -> int:
     """Arguments and results of a reduce-scatter of 4 bytes per element, and of a sum at the end."""
     return 2000 + 12 * sum(p.numel() for p in w.dense.parameters()) * (NUM_BATCHES + 1)
@@ -176,7 +128,6 @@ class Entry:
         baseline: the same forwards and backwards without the criterion.
         most_bytes: an upper bound on what ``run`` sends more than ``baseline``.
         key: the order in which elements are pruned.
-        is_exact: whether sums of integers give the same bits.
     """
 
     run: Callable[[Wrapped], Mapping]
@@ -184,7 +135,6 @@ class Entry:
     baseline: Callable[[Wrapped], None] = step_by_step
     most_bytes: Callable[[Wrapped], int] = lambda w: 300
     key: Callable[[float], float] = abs
-    is_exact: bool = True
 
 
 def of_moment(unit: str, make: type, power: int, factor: float, options: dict) -> Entry:
@@ -195,11 +145,6 @@ def of_moment(unit: str, make: type, power: int, factor: float, options: dict) -
     if unit == "global_batch":
         return Entry(by_steps(made, is_weighted=True), expected)
     return Entry(by_rank_batches(made), expected, own_batches, once_per_backward)
-
-
-def of_inputs(kind: str, factor: Callable, is_exact: bool = True) -> Entry:
-    bound = lambda w: 2000  # noqa: E731
-    return Entry(by_inputs(kind), scored_by(factor), forwards, bound, is_exact=is_exact)
 
 
 def custom(pairs: list) -> criteria.Criterion:
@@ -227,26 +172,10 @@ ENTRIES = {
             ("Fisher", Fisher, 2, 0.5, {}),  # of Optimal Brain Damage
         )
     },
-    # 2306.11695 and 2503.22451, with the mean over tokens in place of the sum.
-    "Wanda": of_inputs("wanda", lambda w, x: x.square().mean(0).sqrt()),
-    "STADE": of_inputs("stade", lambda w, x: x.std(0, correction=0)),
-    "RIA": of_inputs("ria", ria, is_exact=False),
 }
 WRAPPINGS = wrappings.sampled(wrappings.TRAINED)
 LOOPED = wrappings.sampled(wrappings.ALL)
 CASES = list(product(ENTRIES, ("integer float32", "integer bfloat16", "float32")))
-
-
-def computed(w: Wrapped, scores: Mapping) -> dict:
-    """This rank's part of every score, multiplied out where it has factors."""
-    found = {}
-    for name, score in zip(WEIGHTS, scores.values(), strict=True):
-        if isinstance(score, prune.FactoredScores):
-            weight = w.dense.get_parameter(name).detach().float().abs()
-            terms = [math.prod(f.float().expand(weight.shape) for f in t) for t in score.terms]
-            score = wrappings.my_part(weight * sum(terms), w.indices[name])
-        found[target(wrappings.unwrapped(w.model), name)] = score
-    return found
 
 
 @wrappings.sharing_meshes
@@ -265,16 +194,13 @@ def differences(wrapping: str, cases: list[tuple[str, str]]) -> list[str]:
             w.data = data.replace("bfloat16", "float32")
         expected = entry.expected(w)
         assert all(score.any() for score in expected.values()), "which tests nothing"
-        found = wrong_scores(
-            w.model, computed(w, scores), expected, w.indices,
-            data if entry.is_exact else "float32", 2e-6,
-        )  # fmt: skip
+        found = wrong_scores(w.model, scores, expected, w.indices, data, 2e-6)
         extra = traffic.num_bytes - baseline.num_bytes
         if extra > entry.most_bytes(w):
             found.append(f"{extra} bytes were sent, not {entry.most_bytes(w)}")
         method = prune.LowestScore if entry.key is float else prune.L1Unstructured
         prune.global_unstructured(w.matrices, method, scores, amount=AMOUNT)
-        if is_integer and entry.is_exact:
+        if is_integer:
             keeps = reference.prune(list(expected.values()), AMOUNT, key=entry.key)
             keeps = dict(zip(WEIGHTS, keeps, strict=True))
             found += wrong_masks(w.model, keeps, w.indices)

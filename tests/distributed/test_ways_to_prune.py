@@ -536,12 +536,3 @@ def test_every_parameter_needs_a_signed_score():
     with pytest.raises(TypeError, match="never ranks values"):
         prune.LowestScore.apply(*s.pair("l1.weight")[:2], 1, None)
     assert not prune.is_pruned(s.model)
-
-
-@pytest.mark.parametrize("method", [prune.Identity, prune.RandomUnstructured])
-def test_a_method_that_does_not_rank_takes_no_normalisation(method):
-    s = Subject("plain-1")
-    options = {} if method is prune.Identity else {"amount": 1}
-    with pytest.raises((NotImplementedError, ValueError), match="normalize='rms'"):
-        s.prune(method, normalize="rms", **options)
-    assert not prune.is_pruned(s.model)

@@ -271,25 +271,6 @@ def test_floors_hold_once_the_target_suffices_for_them(end):
     assert (False, "min_sparsity") not in held
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "text"),
-    [
-        (None, 0.75, r"end of Cubic\(.*to 93 more pruned elements, and 100 are"),
-        (0.8, None, r"end of Cubic\(.*allow for 100 to"),
-        (0.9, 0.8, "min_sparsity asks for at least 54"),
-        ({"l4": 0.1}, None, "'l4', which is none"),
-    ],
-)
-def test_bounds_that_the_end_cannot_meet_are_refused_at_once(low, high, text):
-    with pytest.raises(ValueError, match=text):
-        schedule.ScheduledPruner(
-            prune.select(Net(), everything=True),
-            schedule.Cubic(0, 9, 1, 0.79 if low == 0.8 else 0.8, initial_sparsity=0.1),
-            min_sparsity=low,
-            max_sparsity=high,
-        )
-
-
 def test_the_state_is_plain_and_says_what_differs():
     import json
 
@@ -309,19 +290,30 @@ def test_the_state_is_plain_and_says_what_differs():
         schedule.ScheduledPruner(fewer, schedule.OneShot(0, 1 / 3)).load_state_dict(state)
 
 
+TO_80, TO_79 = (schedule.Cubic(0, 9, 1, end, initial_sparsity=0.1) for end in (0.8, 0.79))
+
+
 @pytest.mark.parametrize(
     ("parameters", "arguments", "error", "text"),
     [
-        (lambda m: prune.select(m), {"schedule": 0.5}, TypeError, "schedule is 0.5"),
-        (lambda m: [m.l1], None, TypeError, "pair"),
-        (lambda m: [(m.l1, "wieght")], None, AttributeError, "wieght"),
-        (lambda m: [], None, ValueError, "empty"),
-        (lambda m: prune.select(m), {"min_sparsty": 0.1}, TypeError, "min_sparsty"),
-        (lambda m: prune.select(m), {"importance_scores": 3}, TypeError, "importance_scores"),
+        (prune.select, {"schedule": 0.5}, TypeError, "schedule is 0.5"),
+        (lambda m: [m.l1], {}, TypeError, "pair"),
+        (lambda m: [(m.l1, "wieght")], {}, AttributeError, "wieght"),
+        (lambda m: [], {}, ValueError, "empty"),
+        (prune.select, {"min_sparsty": 0.1}, TypeError, "min_sparsty"),
+        (prune.select, {"importance_scores": 3}, TypeError, "importance_scores"),
+        # Bounds that the end cannot meet are refused at once.
+        (prune.select, {"schedule": TO_80, "max_sparsity": 0.75}, ValueError,
+         r"end of Cubic\(.*to 93 more pruned elements, and 100 are"),
+        (prune.select, {"schedule": TO_79, "min_sparsity": 0.8}, ValueError,
+         r"end of Cubic\(.*allow for 100 to"),
+        (prune.select, {"schedule": TO_80, "min_sparsity": 0.9, "max_sparsity": 0.8}, ValueError,
+         "min_sparsity asks for at least 54"),
+        (prune.select, {"min_sparsity": {"l4": 0.1}}, ValueError, "'l4', which is none"),
     ],
 )  # fmt: skip
 def test_bad_pruners(parameters, arguments, error, text):
-    arguments = {"schedule": schedule.OneShot(0, 0.5), **(arguments or {})}
+    arguments = {"schedule": schedule.OneShot(0, 0.5), **arguments}
     with pytest.raises(error, match=text):
         schedule.ScheduledPruner(parameters(Net()), **arguments)
 

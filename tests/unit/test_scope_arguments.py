@@ -1,4 +1,4 @@
-"""What scope, pattern and input_dims accept, and schedules of them."""
+"""What global_unstructured refuses; what scope, pattern and input_dims accept, and schedules."""
 
 import pytest
 import torch
@@ -7,6 +7,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import distprune as prune
 from distprune import budgets, schedule
+from helpers.models import Net, fill
+
+HALF = dict.fromkeys(["l1.weight", "l2.weight", "l3.weight"], 0.5)  # of 60, 50 and 15 elements
+SCOPES = "scope='column'; expected 'global', 'layer' or 'row'"
+N_OF_M = "expected a pattern N:M such as '2:4', got"
 
 
 def layers():
@@ -15,27 +20,57 @@ def layers():
     return model, [(model[0], "weight"), (model[1], "weight")]
 
 
+class Own(prune.Identity):
+    """A method that does not rank, and takes an amount."""
+
+    def __init__(self, amount=0):
+        pass
+
+
+def of_method(method, what, **options):
+    text = f"{method.__name__} does not rank .*{what} has"
+    return {"pruning_method": method, **options}, text, NotImplementedError
+
+
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message", "error"),
     [
-        ({"scope": "column", "amount": 0.5}, "scope='column'; expected 'global', 'layer' or 'row'"),
-        ({"scope": "row", "amount": 3}, "amount=3 with scope='row'; expected a fraction"),
-        ({"pattern": "4:2"}, "expected a pattern N:M such as '2:4', got '4:2'"),
-        ({"pattern": "2:4", "amount": 0.5}, "amount=0.5 beside pattern='2:4'"),
-        ({"pattern": "2:4", "scope": "row"}, "scope='row' and amount=None beside pattern='2:4'"),
-        ({"pattern": "2:4"}, "6 inputs .* which 4 does not divide: 2:4 does not fit"),
-        ({"pattern": "4x4"}, "expected a pattern N:M such as '2:4', got '4x4'"),
-        ({"scope": "row", "amount": {"0.weight": 0.5}}, "expected a fraction"),
-        ({"scope": "row", "amount": 0.5, "min_sparsity": 0.1}, "min_sparsity=0.1"),
-        ({"pattern": "1:2", "input_dims": {"x.*": 0}}, "'x.*' matches none of the 2 parameters"),
-        ({"pattern": "1:2", "input_dims": {"re:.*": 2}}, "expected one of its dimensions"),
+        ({"scope": "column", "amount": 0.5}, SCOPES, ValueError),
+        ({"scope": "row", "amount": 3}, "amount=3 with scope='row'; expected a fra", ValueError),
+        ({"pattern": "4:2"}, f"{N_OF_M} '4:2'", ValueError),
+        ({"pattern": "4x4"}, f"{N_OF_M} '4x4'", ValueError),
+        ({"pattern": "2:4", "amount": 0.5}, "amount=0.5 beside pattern='2:4'", ValueError),
+        ({"pattern": "2:4", "scope": "row"}, "scope='row' and amount=None beside pat", ValueError),
+        ({"pattern": "2:4"}, "6 inputs .* which 4 does not divide: 2:4 does not fit", ValueError),
+        ({"scope": "row", "amount": 0.5, "min_sparsity": 0.1}, "min_sparsity=0.1", ValueError),
+        ({"pattern": "1:2", "input_dims": {"x.*": 0}}, "'x.*' matches none of the 3", ValueError),
+        ({"pattern": "1:2", "input_dims": {"re:.*": 2}}, "expected one of its dimen", ValueError),
+        ({"amount": {"l1.weight": 0.5, "l2.weight": 0.5}}, "does not have l3.weight", ValueError),
+        ({"amount": {**HALF, "l9": 0.1}}, "'l9', which is none", ValueError),
+        ({"amount": {**HALF, "l1.weight": 1.5}}, r"amount\[l1.weight\]=1.5 is not in", ValueError),
+        ({"amount": {**HALF, "l1.weight": "0.5"}}, "'0.5'", TypeError),
+        ({"amount": HALF, "max_sparsity": 0.9}, "functions of distprune.bud", ValueError),
+        ({"amount": HALF, "scope": "layer"}, "expected a fraction", ValueError),
+        ({"amount": 9, "min_sparsity": 0.6, "max_sparsity": 0.5}, "at least 36", ValueError),
+        ({"amount": 9, "max_sparsity": 1.5}, "max_sparsity=1.5", ValueError),
+        ({"amount": 9, "max_sparsity": {"l1.weight": True}}, r"y\[l1.weight\]=True", TypeError),
+        ({"amount": 9, "min_sparsity": {"l1.wieght": 0.5}}, "'l1.wieght', which is n", ValueError),
+        ({"amount": 20, "min_sparsity": 0.5}, r"for 63 to .* more .*, and 20 are", ValueError),
+        ({"amount": 20, "max_sparsity": 0.1}, "to 12 more pruned elements, and 20", ValueError),
+        of_method(prune.Identity, "min_sparsity or max_sparsity", max_sparsity=0.9),
+        of_method(Own, "min_sparsity or max_sparsity", min_sparsity=0.1),
+        of_method(Own, "a mapping as amount", amount=HALF),
+        of_method(Own, "scope or pattern", amount=0.5, scope="row"),
+        of_method(prune.Identity, "normalize='rms'", normalize="rms"),
+        of_method(prune.RandomUnstructured, "normalize='rms'", normalize="rms", amount=1),
     ],
 )
-def test_errors_say_what_was_expected(arguments, message):
-    _, pairs = layers()
-    with pytest.raises(ValueError, match=message):
-        prune.global_unstructured(pairs, prune.L1Unstructured, **arguments)
-    assert not any(hasattr(module, "weight_mask") for module, _ in pairs)
+def test_errors_say_what_was_expected(arguments, message, error):
+    model = fill(Net(), "normal", "float32")
+    arguments = {"pruning_method": prune.L1Unstructured, **arguments}
+    with pytest.raises(error, match=message):
+        prune.global_unstructured(prune.select(model), **arguments)
+    assert not prune.is_pruned(model)
 
 
 def test_stacked_matrices_need_input_dims():
