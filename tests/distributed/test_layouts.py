@@ -553,6 +553,18 @@ def gates_and_ups_in_fsdp2():
     return fully_shard(holding(tensor), mesh=mesh["dp"])
 
 
+def even_as_fsdp2_cuts():
+    """Placements as FSDP2 makes them, on a DTensor that has not met FSDP2."""
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    return by_hand((8, 3), (2, 2), placements, [[0, 1], [4, 5], [2, 3], [6, 7]])
+
+
+def fsdp2_over_tp(shape, dim_of_tp, dim_of_fsdp2):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = holding(distribute_tensor(index_of(shape), mesh["tp"], [Shard(dim_of_tp)]))
+    return fully_shard(module, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(dim_of_fsdp2))
+
+
 def unevenly():
     """Groups of three rows over two ranks."""
     rows = [[0, 1, 3, 4], [2, 5]]
@@ -583,6 +595,10 @@ FOLDED = {
     nothing_to_the_right: 2,
     gates_and_ups: 2,
     gates_and_ups_in_fsdp2: 4,
+    even_as_fsdp2_cuts: 4,
+    partial(fsdp2_over_tp, (7, 3), 0, 0): 4,
+    partial(fsdp2_over_tp, (5, 8), 1, 0): 4,
+    partial(fsdp2_over_tp, (6, 8), 0, 1): 4,
 }
 REFUSED = {unevenly: 2, another_split_factor: 4, uneven_and_not_from_fsdp2: 4, a_view_in_fsdp2: 4}
 
@@ -680,41 +696,3 @@ def folded(make):
 @pytest.mark.parametrize("make", FOLDED)
 def test_a_part_of_each_group_of_rows(make):
     assert_nothing_wrong(run_ranks(folded, FOLDED[make], make))
-
-
-def wrong_where_the_pattern_is_that_of_fsdp2(rows):
-    """Placements as FSDP2 makes them, even, on a DTensor that has not met FSDP2."""
-    placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    module = holding(by_hand((8, 3), (2, 2), placements, rows))
-    # All scores are equal, so that the index alone decides; twice, so that the mask is read too.
-    scores = torch.ones(8, 3)
-    for _ in range(2):
-        prune.l1_unstructured(module, "weight", 5, importance_scores=scores)
-    keep = (torch.arange(24) >= 10).view(8, 3)
-    held, expected = local(module.weight_mask), keep[rows[torch.distributed.get_rank()]]
-    return [] if torch.equal(held, expected.double()) else [f"mask {held.tolist()}"]
-
-
-def test_even_shards_with_the_pattern_of_fsdp2_are_pruned():
-    rows = [[0, 1], [4, 5], [2, 3], [6, 7]]
-    assert_nothing_wrong(run_ranks(wrong_where_the_pattern_is_that_of_fsdp2, 4, rows))
-
-
-def wrong_under_fsdp2(shape, dims, mesh_shape):
-    """FSDP2 over tensor parallelism, uneven: masks against one process, rows by index."""
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))
-    dim_of_tp, dim_of_fsdp2 = dims
-    tensor = distribute_tensor(index_of(shape), mesh["tp"], [Shard(dim_of_tp)])
-    module = fully_shard(
-        holding(tensor), mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(dim_of_fsdp2)
-    )
-    which = local(module.weight).long()
-    [keep] = reference.prune([index_of(shape)], 0.4)
-    prune.l1_unstructured(module, "weight", 0.4)
-    expected = keep.flatten()[which.flatten()].view(which.shape)
-    return [] if torch.equal(local(module.weight_mask), expected.bool()) else ["other mask"]
-
-
-@pytest.mark.parametrize("shape, dims", [((7, 3), (0, 0)), ((5, 8), (1, 0)), ((6, 8), (0, 1))])
-def test_fsdp2_over_tensor_parallelism_goes_on_working(shape, dims):
-    assert_nothing_wrong(run_ranks(wrong_under_fsdp2, 4, shape, dims, (2, 2)))

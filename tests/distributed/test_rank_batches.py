@@ -645,14 +645,25 @@ def test_arguments():
 ALL = wrappings.sampled([*wrappings.TRAINED, *wrappings.FSDP2_DIM1])
 
 
-def differing_sums(wrapping: str, data: str, num_batches: int) -> list[str]:
-    """Twice the same batches, in two calibrations, of which each has other tokens on each rank."""
+def differing_sums(wrapping: str, case: tuple[str, int], path: str) -> list[str]:
+    """Twice the same batches, in two calibrations, of which each has other tokens on each rank.
+
+    What the first one saves goes on here, and is what one process with all parameters loads.
+    """
+    (data, num_batches), wrong = case, []
     wrapped = Wrapped(wrapping, data)
     statistics = GradientStatistics(wrapped.matrices)
-    for _ in range(2):
-        wrapped.calibrate(statistics, num_batches)
+    wrapped.calibrate(statistics, num_batches)
+    statistics.save(path)
+    single, scores = make_model(wrapping, data), statistics.fisher().values()
+    alone = [prune.NamedParameter(*target(single, name), name) for name in WEIGHTS]
+    on_one = GradientStatistics.load(path, alone, group=dist.new_subgroups(1)[0])
+    for mine, its in zip(scores, on_one.fisher().values(), strict=True):
+        wrong += [] if mine.checksum() == its.checksum() else [f"{its} is loaded, not {mine}"]
+    statistics = GradientStatistics.load(path, wrapped.matrices)
+    wrapped.calibrate(statistics, num_batches)
     is_exact = data.startswith("integer")
-    wrong = wrong_totals(statistics, 2 * wrapped.units(num_batches), is_exact)
+    wrong += wrong_totals(statistics, 2 * wrapped.units(num_batches), is_exact)
     for held in statistics.totals().values():
         own = torch.cat([held.by_output, held.by_input])
         of_all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -669,8 +680,8 @@ CASES = [(d, n) for d in ("integer float32", "integer bfloat16", "float32") for 
     ("wrapping", "case"),
     [(w, case) for i, w in enumerate(ALL) for case in every(4, CASES, start=i)],
 )
-def test_the_sums_are_those_of_one_process(wrapping, case):
-    assert_nothing_wrong(run_ranks(differing_sums, wrappings.world_size(wrapping), wrapping, *case))
+def test_the_sums_are_those_of_one_process(wrapping, case, tmp_path):
+    assert_nothing_wrong_on(wrapping, differing_sums, case, str(tmp_path / "a.safetensors"))
 
 
 def traffic(wrapping: str) -> tuple[dict[str, int], int]:
@@ -720,17 +731,13 @@ def errors_of(wrapping: str) -> list[str]:
     def note(attempt) -> None:
         found.append(raised(attempt))
 
-    def run(weight=1.0, times=1, scale=1.0) -> None:
+    def run(weight=1.0, scale=1.0) -> None:
         with statistics.calibrating(), statistics.batch(weight):
-            for _ in range(times):
-                (wrapped.loss(0) * scale).backward()
+            (wrapped.loss(0) * scale).backward()
 
-    note(lambda: run(times=2))
     note(lambda: run(scale=torch.inf if is_first else 1.0))
-    if wrappings.kind_of(wrapping) in ("tp", "fsdp2_tp"):
+    if wrapping == "tp-2":
         note(lambda: run(weight=1.0 + is_first))
-    else:
-        note(lambda: run(times=int(not is_first)) if wrapping.startswith("plain") else run(times=0))
     note(lambda: statistics.fisher([(wrapped.model, "weight")] if is_first else None))
     note(lambda: GradientStatistics(pairs[: 2 + is_first]))
     note(GradientStatistics(pairs).fisher)
@@ -740,11 +747,8 @@ def errors_of(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", ["plain-2", "fsdp1-2", "fsdp2-2", "tp-2"])
 def test_an_error_of_one_rank_is_raised_on_all_and_changes_nothing(wrapping):
     messages = [
-        r"RuntimeError: .*l\d.weight got 2 gradients in one batch",
         r"ValueError: .*l\d.weight: the sum of its squared gradients is not finite",
-        r"ValueError: .*different weights"
-        if wrapping == "tp-2"
-        else r"RuntimeError: .*a batch had no gradient of any parameter",
+        *[r"ValueError: .*different weights"] * (wrapping == "tp-2"),
         r"ValueError: .*is none of the parameters of these statistics",
         r"ValueError: .*number of parameters",
         r"ValueError: .*l1.weight: the weights of all its batches are 0, or there was none",
@@ -767,32 +771,6 @@ def refusal_under(wrapping: str) -> str:
 def test_pruned_parameters_under_fsdp_are_refused(wrapping):
     for text in run_ranks(refusal_under, 2, wrapping):
         assert text.startswith("NotImplementedError: l1.weight is pruned and sharded"), text
-
-
-def scores_after_saving(wrapping: str, path: str) -> list[str]:
-    """A file of any sharding gives the same statistics on one process."""
-    wrapped = Wrapped(wrapping, "integer float32")
-    statistics = GradientStatistics(wrapped.matrices)
-    wrapped.calibrate(statistics)
-    statistics.save(path)
-    loaded = GradientStatistics.load(path, wrapped.matrices)
-    single = make_model(wrapping, "integer float32")
-    alone = [prune.NamedParameter(*target(single, name), name) for name in WEIGHTS]
-    on_one = GradientStatistics.load(path, alone, group=dist.new_subgroups(1)[0])
-    wrong = []
-    for other in (loaded, on_one):
-        for mine, its in zip(statistics.fisher().values(), other.fisher().values(), strict=True):
-            if mine.checksum() != its.checksum():
-                wrong.append(f"{mine} is not {its}")
-    wrapped.calibrate(loaded)  # goes on
-    return wrong + wrong_totals(loaded, 2 * wrapped.units())
-
-
-@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-3", "fsdp2_tp-2x2"])
-def test_statistics_are_saved_and_loaded_on_any_sharding(wrapping, tmp_path):
-    path = str(tmp_path / "statistics.safetensors")
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(scores_after_saving, size, wrapping, path))
 
 
 class Kinds(nn.Module):
