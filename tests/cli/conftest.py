@@ -1,9 +1,10 @@
-"""Run commands in this process."""
+"""Run commands in this process; a language model for them."""
 
 import pytest
 from commands import Done
 
 from distprune.cli import main
+from helpers.tiny_language_model import save_tiny_llama, write_text
 
 
 @pytest.fixture
@@ -18,3 +19,12 @@ def run(capsys):
         return Done(exit_.value.code, out, err)
 
     return call
+
+
+@pytest.fixture
+def made(tmp_path):
+    """(folder of a Llama, a text, another text)."""
+    save_tiny_llama(tmp_path / "model")
+    (tmp_path / "model" / "README.md").write_text("---\nlicense: mit\n---\nA tiny model.\n")
+    texts = [write_text(tmp_path / f"{name}.txt", 300, seed=n) for n, name in enumerate("ab")]
+    return tmp_path / "model", *texts

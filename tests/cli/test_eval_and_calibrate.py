@@ -14,17 +14,9 @@ from distprune.language_models import (
     read_windows,
 )
 from distprune.statistics import ActivationStatistics, GradientStatistics
-from helpers.tiny_language_model import save_tiny_llama, tiny_llama, write_text
+from helpers.tiny_language_model import tiny_llama
 
 pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def made(tmp_path):
-    """(model, text, other text)."""
-    save_tiny_llama(tmp_path / "model")
-    texts = [write_text(tmp_path / f"{name}.txt", 200, seed=n) for n, name in enumerate("ab")]
-    return tmp_path / "model", *texts
 
 
 def of_library(model, *texts, limit=None):

@@ -185,14 +185,6 @@ def trap(tmp_path):
     return folder
 
 
-def run_in(folder, *arguments, **more):
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
-
-
 def trace(folder):
     path = folder.parent / "ran"
     return path.read_text() if path.exists() else ""
@@ -201,8 +193,8 @@ def trace(folder):
 @pytest.mark.parametrize("command", [["--version"], ["plan", ".", "-s", "0.5"]])
 def test_python_m_distprune_does_not_import_them(trap, command):
     if command == ["--version"]:
-        run_in(trap, "-c", "import torch")
+        subprocess.run([sys.executable, "-c", "import torch"], cwd=trap, env=environment())
         assert trace(trap) == "torch "
         (trap.parent / "ran").unlink()
-    code, _, err = run_in(trap, "-m", "distprune", *command)
+    code, _, err = run_process(*command, cwd=trap)
     assert (code, trace(trap)) == (0, ""), err

@@ -180,10 +180,9 @@ NAMES_OF_SELECTION = {
 
 @pytest.fixture
 def source_of_selection(tmp_path):
-    g = torch.Generator().manual_seed(0)
-    return save(
-        tmp_path / "source", {n: torch.randn(s, generator=g) for n, s in NAMES_OF_SELECTION.items()}
-    )
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape) for name, shape in NAMES_OF_SELECTION.items()}
+    return save(tmp_path / "source", tensors)
 
 
 def pruned(done):
@@ -206,29 +205,18 @@ def test_also_adds_to_the_default(run, source_of_selection, tmp_path):
 
 
 def test_input_dim_is_in_recipe_report_and_inspect(run, source_of_selection, tmp_path):
-    refused = run("prune", source_of_selection, tmp_path / "a", "--pattern", "2:4")
+    command = ["prune", source_of_selection, tmp_path / "a", "--pattern", "2:4"]
+    refused = run(*command)
     assert refused.code == 2
     assert "--input-dim 'model.layers.*.mlp.experts.w1=DIM'" in refused.err
     found = run("inspect", source_of_selection, "--json").json["tensors"]
     assert found[2]["name"] == "model.layers.0.mlp.experts.w1" and found[2]["patterns"] == {}
     pattern = "model.layers.*.mlp.experts.w1"
-    done = run(
-        "prune",
-        source_of_selection,
-        tmp_path / "a",
-        "--pattern",
-        "2:4",
-        "--input-dim",
-        f"{pattern}=1",
-    )
-    assert done.code == 0
-    recipe = yaml.safe_load((tmp_path / "a" / "distprune" / "recipe.yaml").read_text())
-    assert recipe["input_dims"] == {pattern: [1]}
+    assert run(*command, "--input-dim", f"{pattern}=1").code == 0
+    recipe = tmp_path / "a" / "distprune" / "recipe.yaml"
+    assert yaml.safe_load(recipe.read_text())["input_dims"] == {pattern: [1]}
     assert run("verify", tmp_path / "a", "--against", source_of_selection).code == 0
-    again = run(
-        "prune", source_of_selection, tmp_path / "b", "-r", tmp_path / "a" / "distprune/recipe.yaml"
-    )
-    assert again.code == 0
+    assert run("prune", source_of_selection, tmp_path / "b", "-r", recipe).code == 0
     one, two = [(tmp_path / each / "model.safetensors").read_bytes() for each in "ab"]
     assert one == two
     counts = run("inspect", tmp_path / "a", "--json").json["tensors"][2]["patterns"]["2:4"]
@@ -237,24 +225,20 @@ def test_input_dim_is_in_recipe_report_and_inspect(run, source_of_selection, tmp
 
 @pytest.mark.parametrize("option", ["a", "=1", "a=", "a=x", "a=1,", "*.w1=5", "no=1"])
 def test_input_dims_that_are_wrong(run, source_of_selection, option):
-    for command in (
-        ("plan", source_of_selection, "--pattern", "2:4"),
-        ("inspect", source_of_selection),
-    ):
-        done = run(*command, "--input-dim", option, "--json")
+    for command in (["plan", "--pattern", "2:4"], ["inspect"]):
+        done = run(*command, source_of_selection, "--input-dim", option, "--json")
         assert done.code == 2 and "input" in done.err and "Traceback" not in done.err
 
 
 def test_also_that_adds_nothing_is_a_warning(run, tmp_path):
     tensors = {"a.weight": torch.ones(4, 4), "a.bias": torch.ones(4), "b.bias": torch.ones(1, 4)}
     source_of_selection = save(tmp_path / "source", tensors)
-    found = run("plan", source_of_selection, "-s", "0.5", "--also", "*.bias", "--json")
+    command = ["plan", source_of_selection, "-s", "0.5", "--also", "*.bias", "--json"]
+    found = run(*command)
     assert found.json["warnings"] == [
         "also: a.bias is left alone all the same: fewer than 2 dimensions.",
         "also: b.bias is left alone all the same: fewer than 2 dimensions that are larger than 1.",
     ]
     assert pruned(found) == {"a.weight"}
-    found = run(
-        "plan", source_of_selection, "-s", "0.5", "--also", "*.bias", "--min-ndim", "1", "--json"
-    )
+    found = run(*command, "--min-ndim", "1")
     assert found.json["warnings"] == [] and pruned(found) == set(tensors)

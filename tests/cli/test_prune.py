@@ -153,42 +153,34 @@ def test_a_source_that_is_sparse_already(tmp_path, way):
 # ``--force`` replaces finished results only; ``--discard``; a run that goes on after a signal.
 
 
-RUN_OF_FORCE = ("distprune/report.json",)
 DESTINATION = 1
 
 
 @pytest.fixture
-def source_of_force(tmp_path):
-    torch.manual_seed(0)
-    tensors = {f"layers.{i}.weight": torch.randn(16, 16) for i in range(2)}
-    return save(tmp_path / "source", tensors)
-
-
-@pytest.fixture
-def out(run, source_of_force, tmp_path):
+def out(run, source, tmp_path):
     """A finished result."""
-    assert run("prune", source_of_force, tmp_path / "out", "-s", "0.5").code == 0
+    assert run("prune", source, tmp_path / "out", "-s", "0.5").code == 0
     return tmp_path / "out"
 
 
 @pytest.fixture(params=["prune", "apply"])
-def again(request, run, source_of_force, tmp_path):
+def again(request, run, source, tmp_path):
     """A command that makes another result, but for its destination."""
     if request.param == "prune":
-        return ["prune", source_of_force], ["-s", "0.25"]
-    assert run("prune", source_of_force, tmp_path / "masks", "-s", "0.25").code == 0
-    return ["apply", tmp_path / "masks", source_of_force], []
+        return ["prune", source], ["-s", "0.25"]
+    assert run("prune", source, tmp_path / "masks", "-s", "0.25").code == 0
+    return ["apply", tmp_path / "masks", source], []
 
 
 def test_a_result_is_replaced_by_what_a_free_place_would_get(run, again, out, tmp_path):
     begin, end = again
-    old = tree_digest(out, RUN_OF_FORCE)
+    old = tree_digest(out, RUN)
     done = run(*begin, out, *end)
     assert done.code == DESTINATION and "Add --force to replace it" in done.err
-    assert tree_digest(out, RUN_OF_FORCE) == old
+    assert tree_digest(out, RUN) == old
     assert run(*begin, out, *end, "--force").code == 0
     assert run(*begin, tmp_path / "free", *end).code == 0
-    assert tree_digest(out, RUN_OF_FORCE) == tree_digest(tmp_path / "free", RUN_OF_FORCE) != old
+    assert tree_digest(out, RUN) == tree_digest(tmp_path / "free", RUN) != old
     assert not list(tmp_path.glob("*.partial*"))
     done = run(*begin, out, *end, "--force")
     assert done.code == 0 and "Nothing was changed" in done.err
@@ -196,7 +188,7 @@ def test_a_result_is_replaced_by_what_a_free_place_would_get(run, again, out, tm
 
 def test_the_old_result_stays_until_the_new_one_is_complete(run, again, out, monkeypatch):
     begin, end = again
-    old = tree_digest(out, RUN_OF_FORCE)
+    old = tree_digest(out, RUN)
 
     def stop(*_):
         raise OutputError("stopped.")
@@ -204,13 +196,13 @@ def test_the_old_result_stays_until_the_new_one_is_complete(run, again, out, mon
     with monkeypatch.context() as patch:
         patch.setattr(pruning.Result, "_publish", stop)
         assert run(*begin, out, *end, "--force").code == 1
-    assert tree_digest(out, RUN_OF_FORCE) == old
+    assert tree_digest(out, RUN) == old
     assert run(*begin, out, *end, "--force").code == 0
-    assert tree_digest(out, RUN_OF_FORCE) != old
+    assert tree_digest(out, RUN) != old
 
 
-def test_a_run_killed_between_the_renames_loses_neither(run, source_of_force, out, monkeypatch):
-    old, command = tree_digest(out, RUN_OF_FORCE), ["prune", source_of_force, out, "-s", "0.25"]
+def test_a_run_killed_between_the_renames_loses_neither(run, source, out, monkeypatch):
+    old, command = tree_digest(out, RUN), ["prune", source, out, "-s", "0.25"]
 
     def killed(destination):
         os.rename(destination, disk._replaced(destination))
@@ -221,16 +213,16 @@ def test_a_run_killed_between_the_renames_loses_neither(run, source_of_force, ou
         assert run(*command, "--force").code == 1
     assert not out.exists()
     assert run(*command).code == DESTINATION  # it puts the old result back
-    assert tree_digest(out, RUN_OF_FORCE) == old
+    assert tree_digest(out, RUN) == old
     assert run(*command, "--force").code == 0
     shutil.copytree(out, disk._replaced(out))  # killed before the old one was removed
     assert run(*command).code == 0 and not disk._replaced(out).exists()
 
 
-def test_nothing_else_is_replaced(run, source_of_force, out, tmp_path):
+def test_nothing_else_is_replaced(run, source, out, tmp_path):
     def refused(destination, *words, masks=()):
         before = tree_digest(tmp_path)
-        command = ["apply", *masks, source_of_force] if masks else ["prune", source_of_force]
+        command = ["apply", *masks, source] if masks else ["prune", source]
         amount = [] if masks else ["-s", "0.25"]
         done = run(*command, destination, *amount, "--force")
         assert done.code == DESTINATION and all(word in done.err for word in words), done.err
@@ -238,7 +230,7 @@ def test_nothing_else_is_replaced(run, source_of_force, out, tmp_path):
 
     plain = save(tmp_path / "plain", {"layers.0.weight": torch.randn(4, 4)})
     refused(plain, "is no finished result of distprune")
-    refused(source_of_force, "is inside the source")
+    refused(source, "is inside the source")
     (tmp_path / "link").symlink_to(out)
     refused(tmp_path / "link", "is no finished result")
     refused(out, "which --force would replace", masks=[out])
@@ -248,20 +240,9 @@ def test_nothing_else_is_replaced(run, source_of_force, out, tmp_path):
 
 
 @pytest.fixture
-def large_source(tmp_path):
-    torch.manual_seed(0)
-    tensors = {f"layers.{i}.weight": torch.randn(16, 16) for i in range(6)}
-    return save(tmp_path / "large_source", tensors)
-
-
-@pytest.fixture(params=["prune", "apply"])
-def command(request, run, large_source, tmp_path):
-    out = tmp_path / "out"
-    if request.param == "prune":
-        return ["prune", large_source, out, "-s", "0.5"]
-    masks = tmp_path / "masks"
-    assert run("prune", large_source, masks, "-s", "0.25").code == 0
-    return ["apply", masks, large_source, out]
+def command(again, tmp_path):
+    begin, end = again
+    return [*begin, tmp_path / "out", *end]
 
 
 # As if a signal came when nearly all is done.

@@ -6,20 +6,13 @@ import pytest
 
 from distprune import language_models
 from helpers.forked_scripts import run_forked
-from helpers.tiny_language_model import save_tiny_llama, write_text
+from helpers.tiny_language_model import write_text
 
 pytest.importorskip("transformers")
 
 
-@pytest.fixture
-def made(tmp_path):
-    """(model, text, held-out text)."""
-    save_tiny_llama(tmp_path / "model")
-    texts = [write_text(tmp_path / f"{name}.txt", 300, seed=n) for n, name in enumerate("ab")]
-    return tmp_path / "model", *texts
-
-
-OPTIONS = ["-s", "0.5", "--length", "16", "--windows", "4", "--device", "cpu"]
+SIZES = ["--length", "16", "--windows", "4", "--device", "cpu"]
+OPTIONS = ["-s", "0.5", *SIZES]
 
 
 def test_one_line_scores_moves_and_measures(run, made, tmp_path):
@@ -45,13 +38,25 @@ def test_one_line_scores_moves_and_measures(run, made, tmp_path):
     assert again.code == 0 and again.json["inputs"] == report["inputs"]
 
 
-def test_processes_share_the_text(made, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("prune", ["-s", "0.5"], "on 2 processes"),
+        pytest.param(
+            "shrink",
+            ["--neurons", "0.25", "--round-to", "2"],
+            "576 of 12,880 parameters",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_processes_share_the_text(made, tmp_path, command, options, said):
     model, text, _ = made
-    command = ["prune", model, tmp_path / "out", *OPTIONS, "--text", text]
     script = tmp_path / "command.py"
     script.write_text("import sys\nfrom distprune.cli import main\nmain(sys.argv[1:])\n")
-    code, out = run_forked(script, *command, num_ranks=2)
-    assert code == 0 and "on 2 processes" in out, out
+    words = [command, model, tmp_path / "out", *options, *SIZES, "--text", text]
+    code, out = run_forked(script, *words, num_ranks=2)
+    assert code == 0 and said in out, out
 
 
 def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
@@ -88,8 +93,7 @@ def test_eval_of_a_model_that_is_streamed(run, made):
 
 def test_plan_says_what_text_takes(run, made):
     model, text, _ = made
-    text = ["--text", text, "--length", "16", "--windows", "4", "--device", "cpu"]
-    command = ["plan", model, "-s", "0.5", *text, "--no-own-text", "--polish", "0"]
+    command = ["plan", model, *OPTIONS, "--text", text, "--no-own-text", "--polish", "0"]
     done = run(*command)
     assert done.code == 0 and "By text, each process needs at most" in done.out, done.err
     assert "ranked together by fisher" in done.out

@@ -8,19 +8,10 @@ import torch
 from distprune import language_models, streaming
 from distprune.streaming.layers import StreamedModel
 from distprune.streaming.shrinking import ShrinkPasses
-from helpers.forked_scripts import run_forked
 from helpers.streaming import killed_after
-from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, write_text
+from helpers.tiny_language_model import save_tiny_mixtral
 
 pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def made(tmp_path):
-    """(folder of a Llama, a text)."""
-    save_tiny_llama(tmp_path / "model")
-    (tmp_path / "model" / "README.md").write_text("---\nlicense: mit\n---\nA tiny model.\n")
-    return tmp_path / "model", write_text(tmp_path / "a.txt", 300)
 
 
 SIZES = ["--length", "16", "--windows", "4", "--device", "cpu"]
@@ -30,7 +21,7 @@ NEURONS = ["--neurons", "0.25", "--round-to", "2"]
 def test_a_smaller_model_that_transformers_loads(run, made, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, text = made
+    model, text, _ = made
     out = tmp_path / "out"
     done = run("shrink", model, out, *NEURONS, *SIZES, "--text", text, "--eval", text)
     assert done.code == 0, done.err
@@ -63,7 +54,7 @@ def test_weights_are_stored_in_the_dtype_of_the_source(run, made, tmp_path):
 
 
 def test_its_own_text_is_a_source_as_large_as_the_others(run, made, tmp_path, monkeypatch):
-    model, text = made
+    model, text, _ = made
     seen = []
     run_passes = ShrinkPasses.run
 
@@ -84,7 +75,7 @@ def test_its_own_text_is_a_source_as_large_as_the_others(run, made, tmp_path, mo
 def test_a_model_that_does_not_fit_in_memory_is_shrunk_by_given_text(
     run, made, tmp_path, monkeypatch
 ):
-    model, text = made
+    model, text, _ = made
     monkeypatch.setattr(streaming, "room_of", lambda kind: 1000)
     monkeypatch.setattr(streaming.pruning, "load_sharded", None)
     done = run("shrink", model, tmp_path / "out", *NEURONS, *SIZES)
@@ -95,7 +86,7 @@ def test_a_model_that_does_not_fit_in_memory_is_shrunk_by_given_text(
 
 def test_a_command_that_was_killed_goes_on(run, made, tmp_path, monkeypatch):
     """Also between the result and its card; ``--discard`` removes what it left."""
-    model, text = made
+    model, text, _ = made
     command = ["shrink", model, tmp_path / "out", *NEURONS, *SIZES, "--text", text, "--eval", text]
     assert not killed_after(6, monkeypatch, lambda: run(*command))
     assert "Removed " in run("shrink", model, tmp_path / "out", "--discard").out
@@ -120,18 +111,8 @@ def test_experts(run, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_local_experts"] == 3
 
 
-@pytest.mark.slow
-def test_processes_share_the_text(made, tmp_path):
-    model, text = made
-    command = ["shrink", model, tmp_path / "out", *NEURONS, *SIZES, "--text", text]
-    script = tmp_path / "command.py"
-    script.write_text("import sys\nfrom distprune.cli import main\nmain(sys.argv[1:])\n")
-    code, out = run_forked(script, *command, num_ranks=2)
-    assert code == 0 and "576 of 12,880 parameters" in out, out
-
-
 def test_what_is_wrong_is_said_before_weights_are_read(run, made, tmp_path, monkeypatch):
-    model, text = made
+    model, text, _ = made
     save_tiny_mixtral(tmp_path / "mixtral")
     monkeypatch.setattr(StreamedModel, "values_of", None)
     cases = [

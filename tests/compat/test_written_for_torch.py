@@ -114,14 +114,19 @@ RANDOM = by("random_unstructured")
 
 
 def globally(
-    library: Any, module: nn.Module, pairs: Any = None, method: str = "L1Unstructured"
-) -> None:
+    library: Any,
+    module: nn.Module,
+    scores: Tensor | None = None,
+    pairs: Any = None,
+    method: str = "L1Unstructured",
+) -> object:
     pairs = pairs or [(module, "weight")]
-    library.global_unstructured(pairs, getattr(library, method), amount=3)
+    scores = None if scores is None else {(module, "weight"): scores}
+    return library.global_unstructured(pairs, getattr(library, method), scores, amount=3)
 
 
 def globally_from_a_generator(library: Any, module: nn.Module) -> None:
-    globally(library, module, ((module, name) for name in ["weight"]))
+    globally(library, module, pairs=((module, name) for name in ["weight"]))
 
 
 def by_a_container_of_two(library: Any, module: nn.Module) -> None:
@@ -195,16 +200,10 @@ def test_hooks_can_be_removed_by_hand():
 # What docs/differences.md says, and modules that torch has pruned already.
 
 
-def globally_of_differences(library, module: nn.Module, scores: Tensor | None = None) -> object:
-    importance_scores = None if scores is None else {(module, "weight"): scores}
-    method = library.L1Unstructured
-    return library.global_unstructured([(module, "weight")], method, importance_scores, amount=3)
-
-
 def test_a_global_call_returns_a_report():
-    report = globally_of_differences(prune, linear())
+    report = globally(prune, linear())
     assert isinstance(report, prune.PruningReport) and "3" in str(report)
-    assert globally_of_differences(torch_prune, linear()) is None
+    assert globally(torch_prune, linear()) is None
 
 
 def test_a_loaded_state_dict_acts_at_once():
@@ -227,7 +226,7 @@ LOCAL = {
     "custom": lambda library, module: library.custom_from_mask(
         module, "weight", torch.ones_like(module.weight)
     ),
-    "global": globally_of_differences,
+    "global": globally,
 }
 
 
@@ -237,7 +236,7 @@ def test_parameters_on_the_meta_device_are_refused(call: Callable[..., object]):
     with pytest.raises(NotImplementedError, match="meta device"):
         call(prune, module)
     assert not prune.is_pruned(module)
-    if call is not globally_of_differences:  # torch cannot count there
+    if call is not globally:  # torch cannot count there
         call(torch_prune, module)
         assert module.weight_mask.is_meta
 
@@ -257,10 +256,10 @@ def test_complex_scores_are_refused_in_a_global_pruning(of_parameter):
     ours, theirs = made(), made()
     scores = None if of_parameter else parameter
     with pytest.raises(NotImplementedError, match=r"importance_scores=\|w\|"):
-        globally_of_differences(prune, ours, scores)
+        globally(prune, ours, scores)
     assert not prune.is_pruned(ours)
-    globally_of_differences(prune, ours, parameter.abs())
-    globally_of_differences(torch_prune, theirs, scores)
+    globally(prune, ours, parameter.abs())
+    globally(torch_prune, theirs, scores)
     assert torch.equal(ours.weight_mask != 0, theirs.weight_mask != 0)
 
 
@@ -281,44 +280,28 @@ def damping(library):
     return Damped
 
 
-def test_remove_keeps_what_a_method_makes_of_its_mask():
+@pytest.mark.parametrize("in_container", [False, True])
+def test_remove_keeps_what_a_method_makes_of_its_mask(in_container):
+    """A container multiplies, as in torch."""
     mine, of_torch = linear(), linear()
-    damping(prune).apply(mine, "weight", 0.5)
-    damping(torch_prune).apply(of_torch, "weight", 0.5)
+    for library, module in ((prune, mine), (torch_prune, of_torch)):
+        damping(library).apply(module, "weight", 0.3)
+        if in_container:
+            library.l1_unstructured(module, "weight", 0.3)
     output = mine(X)
     assert torch.equal(output, of_torch(X))
     prune.remove(mine, "weight")
     torch_prune.remove(of_torch, "weight")
-    assert torch.equal(mine(X), output)
+    assert torch.equal(mine(X), output) or in_container
     assert torch.equal(mine.weight, of_torch.weight)
 
 
-def test_remove_of_a_container_multiplies_as_in_torch():
-    mine, of_torch = linear(), linear()
-    for library, module in ((prune, mine), (torch_prune, of_torch)):
-        damping(library).apply(module, "weight", 0.3)
-        library.l1_unstructured(module, "weight", 0.3)
-    assert torch.equal(mine(X), of_torch(X))
-    prune.remove(mine, "weight")
-    torch_prune.remove(of_torch, "weight")
-    assert torch.equal(mine.weight, of_torch.weight)
-
-
-CALLS = {
-    "single": lambda module: prune.l1_unstructured(module, "weight", 0.5),
-    "global": lambda module: prune.global_unstructured(
-        [(module, "weight")], prune.L1Unstructured, amount=0.5
-    ),
-    "identity": lambda module: prune.identity(module, "weight"),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", LOCAL.values(), ids=LOCAL)
 def test_a_parameter_that_torch_has_pruned_is_refused(call):
     module = torch_prune.l1_unstructured(linear(), "weight", 0.3)
     output, state = module(X), {k: v.clone() for k, v in module.state_dict().items()}
     with pytest.raises(ValueError, match=r"Linear\.weight was pruned by torch\.nn\.utils\.prune"):
-        CALLS[call](module)
+        call(prune, module)
     assert list(module.state_dict()) == list(state)
     assert all(torch.equal(module.state_dict()[key], state[key]) for key in state)
     assert torch.equal(module(X), output)

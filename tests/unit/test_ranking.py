@@ -241,17 +241,6 @@ def test_nan_raises_on_every_rank_and_names_its_parameter():
     assert len(set(run_virtual_ranks(on_rank, 3))) == 1
 
 
-def test_a_pruned_nan_does_not_compete():
-    whole = torch.tensor([math.nan, 3.0, 1.0, 2.0])
-    live = torch.tensor([False, True, True, True])
-    common = key_range(torch.float32)
-    part, source, _ = part_of(whole, live, "rows", common, 1, 0)
-    mask = torch.empty(4)
-    ranking = Ranking([part], (common, [source]), [3], Communicator(()), [mask])
-    assert ranking.write(ranking.cut([0], [1])) == [1]
-    assert mask.tolist() == [0, 1, 0, 1]
-
-
 @pytest.mark.parametrize(
     "k, kept", [(2, [1, 0, 1, 0, 1]), (4, [0, 0, 0, 0, 1]), (3, [0, 0, 1, 0, 1])]
 )
