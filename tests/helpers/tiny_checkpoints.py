@@ -54,10 +54,10 @@ def save(folder, *shards, config=None, padding=8):
     return folder
 
 
-def load(folder):
+def load(folder, files="*.safetensors"):
     """Read all tensors of a folder, by name."""
     tensors = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in sorted(Path(folder).glob(files)):
         raw = path.read_bytes()
         length = int.from_bytes(raw[:8], "little")
         header = json.loads(raw[8 : 8 + length])

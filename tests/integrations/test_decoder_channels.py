@@ -4,41 +4,34 @@ import copy
 
 import pytest
 import torch
-import transformers
 
 import distprune as prune
 from distprune.integrations.channels import FAMILIES, decoder_channels
 from distprune.testing import run_ranks
 from helpers import wrappings
+from helpers.causal_language_models import small_model
 from helpers.comparisons import assert_nothing_wrong
 from helpers.tiny_transformers import tiny_model
 
-_SIZES = {
-    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-# By family: the class, and what its config has besides. head_dim differs from hidden / heads.
+# By family: the class. head_dim differs from hidden / heads, but in a Qwen 2.
 CLASSES = {
-    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
-    "mistral": ("MistralForCausalLM", {"head_dim": 8}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
-    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
-    "gemma": ("GemmaForCausalLM", {"head_dim": 8}),
-    "gemma2": ("Gemma2ForCausalLM", {"head_dim": 8}),
-    "gemma3_text": ("Gemma3ForCausalLM", {"head_dim": 8}),
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 
 
 def grouped_model(family):
     """A tiny model in which two query heads share each key-value head."""
-    name, more = CLASSES[family]
-    cls = getattr(transformers, name)
-    torch.manual_seed(0)
-    model = cls(cls.config_class(**_SIZES, **more))
+    biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    model = small_model(CLASSES[family], num_attention_heads=4, **biases)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
+    return model
 
 
 @torch.no_grad()

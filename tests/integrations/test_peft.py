@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM  # noqa: E402
 import distprune as prune  # noqa: E402
 from distprune.integrations.peft import hold_zeros, merge_and_unload, save_adapter  # noqa: E402
 from distprune.testing import run_ranks  # noqa: E402
+from helpers.causal_language_models import small_model  # noqa: E402
 from helpers.comparisons import raised  # noqa: E402
 
 TOKENS = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(1))
@@ -27,10 +28,7 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
 def gpt2():
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8,
-                                     bos_token_id=None, eos_token_id=None)  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
+    return small_model("GPT2LMHeadModel")
 
 
 def pruned(model, permanent=True, name="*proj"):

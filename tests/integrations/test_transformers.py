@@ -1,6 +1,5 @@
 """PruningCallback in a real Trainer, and what ``from_pretrained`` loads of a pruned model."""
 
-import functools
 import json
 import re
 
@@ -9,30 +8,21 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import distprune as prune
 from distprune import checkpoint, criteria
 from distprune.integrations.transformers import PruningCallback
 from distprune.recipes import Recipe
-from distprune.schedule import Cubic, OneShot, ScheduledPruner
+from distprune.schedule import OneShot, ScheduledPruner
 from distprune.testing import run_ranks
-from helpers import wrappings
+from helpers import tiny_language_model, wrappings
 from helpers.comparisons import assert_nothing_wrong, changes, raised, snapshot
-from integrations.test_accelerate import as_launched, pretend_fsdp2
-
-TAYLOR = functools.partial(criteria.Taylor, unit="global_batch")
-SCHEDULE = Cubic(begin=1, end=7, frequency=2, final_sparsity=0.8)
+from integrations.test_accelerate import SCHEDULE, TAYLOR, as_launched, pretend_fsdp2
 
 
 def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=8,
-        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return tiny_language_model.tiny_llama(vocab_size=32, tie_word_embeddings=tied)
 
 
 def examples() -> list[dict[str, torch.Tensor]]:

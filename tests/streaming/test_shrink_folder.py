@@ -30,15 +30,15 @@ def saved(folder, name, **changes):
     return folder / name
 
 
-def in_memory(source, out, **options):
+def in_memory(source, out, windows=WINDOWS, **options):
     model = language_models.load_sharded(source, device="cpu")
-    small, report = language_models.shrink(model, WINDOWS, round_to=2, **options)
+    small, report = language_models.shrink(model, windows, round_to=2, **options)
     language_models.save_sharded(small, out, source=source)
     return report
 
 
-def streamed(source, out, **options):
-    return streaming.shrink_folder(source, out, WINDOWS, round_to=2, **options)
+def streamed(source, out, windows=WINDOWS, **options):
+    return streaming.shrink_folder(source, out, windows, round_to=2, **options)
 
 
 def assert_same(found, expected):
@@ -63,12 +63,9 @@ def test_it_is_what_is_made_in_memory(tmp_path, name):
 
 def test_without_text_the_smallest_neurons_go(tmp_path):
     source = saved(tmp_path, "LlamaForCausalLM")
-    model = language_models.load_sharded(source, device="cpu")
-    small, right = language_models.shrink(model, neurons=0.25, round_to=2)
-    language_models.save_sharded(small, tmp_path / "right", source=source)
-    out = tmp_path / "out"
-    assert streaming.shrink_folder(source, out, neurons=0.25, round_to=2) == right
-    assert_same(out, tmp_path / "right")
+    right = in_memory(source, tmp_path / "right", None, neurons=0.25)
+    assert streamed(source, tmp_path / "out", None, neurons=0.25) == right
+    assert_same(tmp_path / "out", tmp_path / "right")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
 from distprune.statistics import ActivationStatistics
-from helpers.collecting import collected
+from helpers.collecting import collected, unfolded
 from helpers.fused_experts import (
     IMPLEMENTATIONS,
     FusedExperts,
@@ -112,20 +112,6 @@ def test_convolutions_see_the_columns_of_the_unfolded_input(kind, options, is_ba
     assert totals.sums.shape == totals.squares.shape == (4, *layer.kernel_size)
     assert torch.equal(totals.sums.view(-1), columns.sum(0))
     assert torch.equal(totals.squares.view(-1), columns.square().sum(0))
-
-
-def unfolded(layer: nn.Module, x: Tensor) -> Tensor:
-    """The input of a convolution as a matrix: a row per position of the output."""
-    # torch's own field, which its forward uses for other modes than zeros and for "same".
-    around = [0 if layer.padding == "valid" else n for n in layer._reversed_padding_repeated_twice]
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    x = functional.pad(x, around, mode=mode)
-    extra = (1,) * (4 - x.ndim)
-    kernel, dilation, stride = (
-        (*sizes, *extra) for sizes in (layer.kernel_size, layer.dilation, layer.stride)
-    )
-    columns = functional.unfold(x.view(*x.shape, *extra), kernel, dilation=dilation, stride=stride)
-    return columns.transpose(1, 2).reshape(-1, columns.shape[1])
 
 
 def test_a_tied_weight_has_the_sums_of_both_uses():

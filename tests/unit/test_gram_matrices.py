@@ -7,7 +7,6 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import distprune as prune
 from distprune.base.blocks import WeightLayout
@@ -18,7 +17,7 @@ from distprune.ranking.sums import Scored, magnitude_sums
 from distprune.shards.geometry import IndexMap
 from distprune.statistics import GramMatrices
 from distprune.statistics.gram import add_product
-from helpers.collecting import collected
+from helpers.collecting import collected, unfolded
 from helpers.least_squares import gram_of
 from helpers.virtual_ranks import run_virtual_ranks
 
@@ -93,10 +92,7 @@ def test_a_convolution_has_one_of_each_group(groups, padding_mode):
     layer = nn.Conv2d(4, 6, (2, 3), 2, 1, 1, groups, padding_mode=padding_mode)
     images = torch.randint(-3, 4, (3, 4, 7, 8)).float()
     grams = collected(GramMatrices([(layer, "weight")]), layer, images)
-    padded = images if padding_mode == "zeros" else functional.pad(images, (1, 1, 1, 1), "circular")
-    padding = 1 if padding_mode == "zeros" else 0
-    columns = functional.unfold(padded, layer.kernel_size, 1, padding, 2)
-    rows = columns.transpose(1, 2).flatten(0, 1).view(-1, groups, 24 // groups)
+    rows = unfolded(layer, images).view(-1, groups, 24 // groups)
     right = torch.stack([gram_of(rows[:, group]) for group in range(groups)]).float()
     assert torch.equal(grams.matrix(layer), right if groups > 1 else right[0])
 

@@ -6,11 +6,10 @@ import statistics as of_numbers
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import distprune as prune
 from distprune.statistics import ActivationStatistics, GramMatrices
-from helpers.collecting import collected
+from helpers.collecting import collected, unfolded
 
 LAYERS = ["linear", "conv1d of transformers", "conv2d", "grouped conv2d", "depthwise conv1d"]
 
@@ -39,11 +38,7 @@ def as_matrices(layer: nn.Module, x: Tensor) -> list[tuple[list[list[float]], li
         return [(weight.tolist(), x.double().flatten(0, -2).tolist())]
     if not isinstance(layer, (nn.Conv1d, nn.Conv2d)):
         return [(weight.T.tolist(), x.double().flatten(0, -2).tolist())]
-    kernel, padding = layer.kernel_size, layer.padding
-    if isinstance(layer, nn.Conv1d):
-        x, kernel, padding = x.unsqueeze(-1), (*kernel, 1), (*padding, 0)
-    columns = functional.unfold(x.double(), kernel, padding=padding).transpose(1, 2).flatten(0, 1)
-    groups = columns.chunk(layer.groups, 1)
+    groups = unfolded(layer, x.double()).chunk(layer.groups, 1)
     return [
         (w.flatten(1).tolist(), group.tolist())
         for w, group in zip(weight.chunk(layer.groups), groups, strict=True)
