@@ -1,10 +1,23 @@
 """Run commands in this process; a language model for them."""
 
+import json
+from dataclasses import dataclass
+
 import pytest
-from commands import Done
 
 from distprune.cli import main
 from helpers.tiny_language_model import save_tiny_llama, write_text
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self):
+        return json.loads(self.out)
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import shlex
 
 import pytest
 import torch
-from commands import ROOT
 
 from distprune.cli.app import app
+from helpers.forked_scripts import ROOT
 from helpers.tiny_checkpoints import save, tree_digest
 from helpers.tiny_language_model import save_tiny_llama, write_text
 

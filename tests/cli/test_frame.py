@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from commands import environment, start
 
 from distprune.cli.app import app
 from distprune.cli.options import option_name
@@ -17,6 +16,7 @@ from distprune.cli.prune import prune
 from distprune.files import planning
 from distprune.files.errors import format_percent, format_size
 from distprune.recipes import Recipe, load_recipe, shipped_recipes
+from helpers.forked_scripts import end_of, environment, start
 from helpers.sampling import every
 from helpers.tiny_checkpoints import save
 
@@ -42,9 +42,8 @@ assert not heavy, heavy
 
 
 def test_help_teaches_and_does_not_import_torch():
-    process = start("-c", HELPS, NO_COLOR="1")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    code, out, err = end_of(start("-c", HELPS, NO_COLOR="1"))
+    assert code == 0, err
     assert "\x1b[3" not in out
     for word in ("Usage: distprune", "Exit codes", "recipe show"):
         assert word in out

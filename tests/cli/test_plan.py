@@ -11,7 +11,7 @@ from distprune.cli import prune as plan_command
 from distprune.files.planning import plan
 from distprune.recipes import shipped_recipes
 from helpers.recipes import raw_recipe
-from helpers.tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save, save_in_files, tree_digest
 
 NAMES = {
     "model.embed_tokens.weight": (8, 4),
@@ -25,10 +25,7 @@ NAMES = {
 def source(tmp_path):
     torch.manual_seed(0)
     tensors = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in NAMES.items()}
-    half = len(tensors) // 2
-    names = list(tensors)
-    shards = [{n: tensors[n] for n in part} for part in (names[:half], names[half:])]
-    return save(tmp_path / "source", *shards)
+    return save_in_files(tmp_path / "source", tensors, 3)
 
 
 def test_a_table_says_what_is_pruned_and_why_not(run, source):

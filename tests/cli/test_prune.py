@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from commands import start
 from rich.console import Console
 
 from distprune.cli import console, main
@@ -15,9 +14,9 @@ from distprune.files import disk, planning, pruning
 from distprune.files.errors import OutputError
 from distprune.files.reports import read_report
 from distprune.files.team import Progress
-from helpers.forked_scripts import run_forked
+from helpers.forked_scripts import end_of, run_forked, start
 from helpers.recipes import raw_recipe
-from helpers.tiny_checkpoints import load, save, tree_digest
+from helpers.tiny_checkpoints import load, save, save_in_files, tree_digest
 
 RUN = ("distprune/report.json",)  # time and memory
 
@@ -28,9 +27,7 @@ def source(tmp_path):
     names = [f"model.layers.{i}.mlp.{k}.weight" for i in range(11) for k in ("up", "down")]
     tensors = {name: torch.randn(16, 16).bfloat16() for name in names}
     tensors["lm_head.weight"] = torch.randn(16, 16)
-    half = len(tensors) // 2
-    parts = (list(tensors)[:half], list(tensors)[half:])
-    return save(tmp_path / "source", *({n: tensors[n] for n in part} for part in parts))
+    return save_in_files(tmp_path / "source", tensors, 11)
 
 
 def zeros(folder) -> int:
@@ -92,9 +89,8 @@ def test_progress_is_a_bar_on_a_terminal():
 @pytest.mark.slow
 def test_without_its_packages_the_command_says_what_to_install(tmp_path):
     script = "import sys; sys.modules['click'] = None; from distprune.cli import main; main()"
-    process = start("-c", script)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 2 and "pip install 'distprune[cli]'" in err
+    code, _, err = end_of(start("-c", script))
+    assert code == 2 and "pip install 'distprune[cli]'" in err
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import huggingface_hub.constants
 import pytest
@@ -14,6 +15,7 @@ from distprune.files.mask_files import MASK_FILE, open_masks
 from distprune.files.planning import plan
 from distprune.files.pruning import apply, prune
 from helpers import tiny_checkpoints
+from helpers.architecture_checkpoints import in_the_cache
 from helpers.recipes import raw_recipe
 from helpers.tiny_checkpoints import encode, file_bytes, save
 
@@ -60,17 +62,14 @@ def test_sharded_and_single(sharded, single):
     assert found.files == open_checkpoint(single / SINGLE).files
 
 
-def test_a_snapshot_of_links_in_a_folder_without_write_permission(sharded, tmp_path):
-    snapshot = tmp_path / "models--tiny" / "snapshots" / "0123"
-    blobs = tmp_path / "models--tiny" / "blobs"
-    snapshot.mkdir(parents=True)
-    sharded.rename(blobs)
+def test_a_snapshot_of_links_in_a_folder_without_write_permission(sharded):
+    snapshot = in_the_cache(sharded)
+    blobs = snapshot.parents[1] / "blobs"
     for path in blobs.iterdir():
-        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
         path.chmod(0o444)
     blobs.chmod(0o555)
     found = open_checkpoint(snapshot)
-    assert found.files[0].path == str((blobs / FIRST).resolve())
+    assert found.files[0].path == str((snapshot / FIRST).resolve())
     assert len(found.tensors) == 3
 
 
@@ -168,17 +167,11 @@ def test_what_is_copied(single, tmp_path):
 def test_a_name_is_what_huggingface_hub_has_of_its_main_branch(single, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    model = tmp_path / "hub" / "models--org--na.me-1"
-    for name in ("refs", "snapshots"):
-        (model / name).mkdir(parents=True)
-    single.rename(model / "blobs")
-    for commit in ("a1", "b2"):
-        (model / "snapshots" / commit).mkdir()
-        for path in (model / "blobs").iterdir():
-            (model / "snapshots" / commit / path.name).symlink_to(f"../../blobs/{path.name}")
-    (model / "refs" / "main").write_text("a1")
+    (tmp_path / "hub").mkdir()
+    snapshot = in_the_cache(single.rename(tmp_path / "hub" / "na.me-1"))
+    shutil.copytree(snapshot, snapshot.with_name("another"), symlinks=True)
     found = open_checkpoint("org/na.me-1")
-    assert found.folder == str(model / "snapshots" / "a1")
+    assert found.folder == str(snapshot)
     assert found.note == f"org/na.me-1 is {found.folder}."
     prune(plan("org/na.me-1", raw_recipe(0.5)), tmp_path / "target")
     assert not any(path.is_symlink() for path in (tmp_path / "target").rglob("*"))

@@ -14,10 +14,10 @@ from distprune.files.selecting import Layouts
 from distprune.files.verifying import inspect
 from distprune.ranking import in_blocks
 from distprune.testing import run_ranks
-from helpers import file_oracle, tiny_checkpoints
+from helpers import file_oracle
 from helpers.recipes import raw_recipe
 from helpers.sampling import every
-from helpers.tiny_checkpoints import load, save, tree_digest
+from helpers.tiny_checkpoints import load, save, save_in_files, tree_digest
 
 RUN = ("distprune/report.json",)
 
@@ -87,14 +87,8 @@ def check(tensors, source, target, way):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_oracle(tmp_path, kind, small_pieces):
-    tensors = KINDS[kind]
-    names = list(tensors)
-    source = tiny_checkpoints.save(
-        tmp_path / "source",
-        {n: tensors[n] for n in names[:3]},
-        {n: tensors[n] for n in names[3:]},
-        padding=1 if kind == "fp16" else 8,
-    )
+    tensors, padding = KINDS[kind], 1 if kind == "fp16" else 8
+    source = save_in_files(tmp_path / "source", tensors, 3, padding=padding)
     before = tree_digest(source)
     for which, way in every(3, enumerate(WAYS), list(KINDS).index(kind)):
         check(tensors, source, tmp_path / f"target{which}", way)
@@ -104,7 +98,7 @@ def test_equals_the_oracle(tmp_path, kind, small_pieces):
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_that_do_not_fit_into_memory(tmp_path, monkeypatch, kind, small_pieces):
     monkeypatch.setattr(ranked, "_MOST_COLLECTED", 7)
-    source = tiny_checkpoints.save(tmp_path / "source", KINDS[kind])
+    source = save(tmp_path / "source", KINDS[kind])
     for which in (0, 1, 5):
         check(KINDS[kind], source, tmp_path / f"target{which}", WAYS[which])
 
@@ -114,7 +108,7 @@ def test_magnitudes_that_are_equal_when_they_are_divided(tmp_path, small_pieces)
     values = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     tensors = {"a.weight": (values * 1e-15).bfloat16(), "b.weight": values.bfloat16()}
     tensors["a.weight"][0, :4] = 2.0**98
-    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    source = save(tmp_path / "source", tensors)
     for which, sparsity in enumerate((0.05, 0.1, 0.25, 0.4, 0.7)):
         way = {"sparsity": sparsity, "normalize": "rms"}
         pruning.prune(planning.plan(source, raw_recipe(**way)), tmp_path / f"{which}")
@@ -133,7 +127,7 @@ def test_nan_is_refused_by_name(tmp_path, scope):
     tensors = {name: tensor.clone() for name, tensor in KINDS["bf16"].items()}
     nans = tensors[SELECTED[1]]
     nans.view(torch.int16).view(-1)[[3, 40, 100]] = torch.tensor([0x7FC0, -1, 0x7F81]).short()
-    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    source = save(tmp_path / "source", tensors)
     for world_size in (1, 2):
         text = run_ranks(refused, world_size, source, tmp_path / "a", {"scope": scope})
         assert all(kind == "NaNError" and SELECTED[1] in words for kind, words in text)
@@ -148,7 +142,7 @@ def refused(source, target, way):
 
 
 def test_everything_else_is_copied(tmp_path):
-    source = tiny_checkpoints.save(tmp_path / "source", KINDS["bf16"])
+    source = save(tmp_path / "source", KINDS["bf16"])
     (source / "extra").mkdir()
     (source / "extra" / "caf\udce9.txt").write_text("not UTF-8")
     (source / "tokenizer.json").rename(source / "extra" / "blob")
@@ -167,7 +161,7 @@ def test_everything_else_is_copied(tmp_path):
 
 
 def test_weights_that_change_while_they_are_counted_are_an_error(tmp_path, monkeypatch):
-    source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": torch.randn(20, 40) + 9})
+    source = save(tmp_path / "source", {"a.weight": torch.randn(20, 40) + 9})
     monkeypatch.setattr(ranked, "_MOST_COLLECTED", 0)  # the second read goes on from the first
     num_reads, read_into = [], ranked.read_into
 
@@ -233,7 +227,7 @@ def scaled_weights(dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_what_a_pruning_reads_in_all(tmp_path, num_read, fields, of_bf16, of_fp32, dtype):
     """The search and the write; a change of these numbers has to be meant."""
-    source = tiny_checkpoints.save(tmp_path / "source", scaled_weights(dtype))
+    source = save(tmp_path / "source", scaled_weights(dtype))
     recipe = raw_recipe(**{"sparsity": 0.5, **fields})
     plan = planning.plan(source, recipe)
     pruning.prune(plan, tmp_path / "target")
@@ -318,7 +312,7 @@ def sizes(request, monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle_of_the_transpose(tmp_path, case, sizes):
     tensors, turned, config = CASES[case]
-    source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
+    source = save(tmp_path / "source", tensors, config=config)
     for which, way in enumerate(WAYS_OF_INPUTS):
         target = tmp_path / f"target{which}"
         plan = planning.plan(source, raw_recipe(**way, include=("*",), exclude=("*.bias",)))
@@ -343,7 +337,7 @@ def test_equals_the_oracle_of_the_transpose(tmp_path, case, sizes):
 )
 def test_what_is_not_known_is_refused_and_can_be_said(tmp_path, name, shape, config):
     tensors = {name: ties(*shape), "layers.1" + name: ties(*shape, seed=1), "b.weight": ties(8, 8)}
-    source = tiny_checkpoints.save(tmp_path / "source", tensors, config={"x": 0, **config})
+    source = save(tmp_path / "source", tensors, config={"x": 0, **config})
     for way in ({"pattern": "2:4"}, {"sparsity": 0.5, "scope": "row"}):
         with pytest.raises(SelectionError, match=r"its input dimension is not\s+known") as error:
             planning.plan(source, raw_recipe(**way))
@@ -378,9 +372,7 @@ def test_what_is_not_known_is_refused_and_can_be_said(tmp_path, name, shape, con
     ],
 )
 def test_layouts_that_are_known(tmp_path, name, shape, model_type, layout):
-    source = tiny_checkpoints.save(
-        tmp_path / "a", {name: ties(*shape)}, config={"model_type": model_type}
-    )
+    source = save(tmp_path / "a", {name: ties(*shape)}, config={"model_type": model_type})
     checkpoint = open_checkpoint(source)
     found = Layouts(checkpoint).of(checkpoint.tensors[0])
     assert (found.outer, found.inputs, found.columns, found.kernel) == layout
@@ -389,7 +381,7 @@ def test_layouts_that_are_known(tmp_path, name, shape, model_type, layout):
 def test_transposed_convolutions(tmp_path, sizes):
     """[in, out, kernel]: rows sum over inputs and kernel, N:M goes along the inputs."""
     tensors = {"up.conv.weight": ties(8, 3, 5), "up.conv.bias": ties(3)}
-    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    source = save(tmp_path / "source", tensors)
     turned = {"up.conv.weight": tensors["up.conv.weight"].transpose(0, 1).contiguous()}
     for way in (WAYS_OF_INPUTS[0], WAYS_OF_INPUTS[3]):
         target = tmp_path / way.get("pattern", "row")
@@ -409,7 +401,7 @@ def test_transposed_convolutions(tmp_path, sizes):
 
 @pytest.mark.parametrize("dims", [3, -4, (1, 0), (0, 1), (2, 2), (0, 3)])
 def test_dimensions_that_are_none(tmp_path, dims):
-    source = tiny_checkpoints.save(tmp_path / "source", {"a.experts.w": ties(2, 4, 4)})
+    source = save(tmp_path / "source", {"a.experts.w": ties(2, 4, 4)})
     with pytest.raises(SelectionError, match="input_dims"):
         planning.plan(source, raw_recipe(0.5, "row", input_dims={"*.w": dims}))
 

@@ -20,7 +20,7 @@ from distprune.testing import RankError, run_ranks
 from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
 from helpers.recipes import raw_recipe
 from helpers.sampling import THOROUGH, every
-from helpers.tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save, save_in_files, tree_digest
 
 RUN = ("distprune/report.json",)
 WAYS = {
@@ -37,9 +37,7 @@ def source(tmp_path):
     g = torch.Generator().manual_seed(0)
     shapes = {f"layers.{n}.weight": (16, 40) for n in range(6)} | {"norm.weight": (100,)}
     tensors = {n: (torch.randn(s, generator=g) * 8).round().bfloat16() for n, s in shapes.items()}
-    names = list(tensors)
-    shards = [names[:2], names[2:3], names[3:6], names[6:]]
-    return save(tmp_path / "source", *({n: tensors[n] for n in shard} for shard in shards))
+    return save_in_files(tmp_path / "source", tensors, 2, 3, 6)
 
 
 def prune(source, target, way="global", **kwargs):

@@ -19,11 +19,10 @@ from distprune.files.pruning import RECIPE_FILE
 from distprune.files.verifying import verify
 from distprune.ranks.collectives import world
 from distprune.testing import run_ranks
-from helpers import tiny_checkpoints
 from helpers.recipes import raw_recipe
 from helpers.sampling import THOROUGH, every
 from helpers.small_chunks import small_chunks
-from helpers.tiny_checkpoints import tree_digest
+from helpers.tiny_checkpoints import save, save_in_files, tree_digest
 
 RECIPES = {
     "global": raw_recipe(0.5),
@@ -69,9 +68,7 @@ def made(request, tmp_path_factory):
         whole = tensors(dtypes)
         if recipe.pattern:
             whole |= {"b.weight": whole["a.weight"].flip(0)}
-        names = list(whole)
-        shards = ({n: whole[n] for n in names[:2]}, {n: whole[n] for n in names[2:]})
-        source = tiny_checkpoints.save(folder / "source", *shards)
+        source = save_in_files(folder / "source", whole, 2)
         (source / "nested" / "more").mkdir(parents=True)
         (source / "nested" / "more" / "modeling_custom.py").write_text("import torch\n")
         (source / "pytorch_model.bin").write_bytes(b"stale")
@@ -264,7 +261,7 @@ def test_a_file_that_only_the_result_has(found):
 
 @pytest.mark.parametrize("made", ["global"], indirect=True)
 def test_refuses_what_does_not_belong_together(found, made, tmp_path):
-    other = tiny_checkpoints.save(tmp_path / "other", {"a.weight": torch.ones(4, 4)})
+    other = save(tmp_path / "other", {"a.weight": torch.ones(4, 4)})
     with pytest.raises(CheckpointError, match="was not made from"):
         verify(made[1], other)
     with pytest.raises(CheckpointError, match="has no report"):
@@ -295,9 +292,7 @@ def make(tmp_path):
             for n in range(9)
         }
         weights["norm.weight"] = torch.ones(9)
-        names = list(weights)
-        parts = ({n: weights[n] for n in names[:4]}, {n: weights[n] for n in names[4:]})
-        tiny_checkpoints.save(source, *parts)
+        save_in_files(source, weights, 4)
         pruning.prune(planning.plan(source, raw_recipe(**way)), tmp_path / name)
         return source, tmp_path / name
 
@@ -389,7 +384,7 @@ def test_a_healthy_result_passes_wherever_it_and_its_source_lie(made, tmp_path):
 
 def test_a_name_of_a_file_that_no_json_can_hold(tmp_path):
     """Names that are not UTF-8 come through the report."""
-    source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": torch.randn(4, 6)})
+    source = save(tmp_path / "source", {"a.weight": torch.randn(4, 6)})
     (source / "caf\udce9 \x1b[2J").write_text("x")
     pruning.prune(planning.plan(source, raw_recipe(0.5)), tmp_path / "target")
     assert verify(tmp_path / "target", source).is_good
@@ -402,7 +397,7 @@ def test_a_name_of_a_file_that_no_json_can_hold(tmp_path):
 def test_a_threshold_that_json_has_no_number_for(tmp_path, scope):
     """The largest magnitude that went is infinite: the report stays JSON for every program."""
     values = torch.tensor([[1.0, float("inf")], [float("-inf"), 2.0]])
-    source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": values})
+    source = save(tmp_path / "source", {"a.weight": values})
     report = pruning.prune(planning.plan(source, raw_recipe(1.0, scope)), tmp_path / "target")
     assert report.groups[0].threshold is None and report.tensors[0].threshold is None
 
@@ -452,7 +447,7 @@ def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
     whole = tensors([torch.bfloat16])
     whole["b.weight"] = whole["a.weight"].flip(0)
     parts = [{name: tensor} for name, tensor in whole.items()]
-    source = tiny_checkpoints.save(tmp_path / "source", *parts)
+    source = save(tmp_path / "source", *parts)
     recipes, found = every(2, [*RECIPES.values(), *MORE.values()]), []
     for world_size in (1, 2, 3):
         folder = tmp_path / str(world_size)

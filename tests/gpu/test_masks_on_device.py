@@ -99,22 +99,9 @@ def compare(model, device, calls):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("data", ["normal", "few", "equal", "zeros", "denormal", "inf"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "mixed"])
 def test_small_layers(device, dtype, data, case):
     model = fill(network(), data, str(dtype).removeprefix("torch."))
-    compare(model, device, CASES[case])
-
-
-@pytest.mark.parametrize("case", FEW_CASES)
-@pytest.mark.parametrize("dtypes", [DTYPES[:2], DTYPES[::2]])
-def test_dtypes_together(device, dtypes, case):
-    """They are ranked as float32, among which there are ties."""
-    model = network()
-    for number, layer in enumerate(model):
-        layer.to(dtypes[number % 2])
-        for parameter in layer.parameters():
-            drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-            parameter.data.copy_((drawn * 8).round() / 8)
     compare(model, device, CASES[case])
 
 

@@ -1,16 +1,41 @@
-"""Run scripts on ranks that are forked from the process in which tests import things once."""
+"""Run scripts as new processes, or on ranks that are forked from one that has imported things."""
 
 import contextlib
 import multiprocessing
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from distprune import testing
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The variables of a process that imports the package of the checkout."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def start(*arguments: object, **variables: str) -> subprocess.Popen:
+    """Python in a process of its own; its output is text."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**variables),
+    )
+
+
+def end_of(process: subprocess.Popen) -> tuple[int, str, str]:
+    """Exit status, output and errors."""
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Write and read small checkpoint folders of any dtype, valid or broken on purpose."""
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def save(folder, *shards, config=None, padding=8):
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def save_in_files(folder, tensors, *cuts, **options):
+    """Write a checkpoint folder of several files; a new one begins at each of these places."""
+    names = list(tensors)
+    edges = itertools.pairwise([0, *cuts, len(names)])
+    return save(folder, *({n: tensors[n] for n in names[a:b]} for a, b in edges), **options)
 
 
 def load(folder, files="*.safetensors"):

@@ -36,12 +36,13 @@ _ARGUMENTS = {
 }  # fmt: skip
 
 
-def tiny_llama(**changes):
+def tiny_llama(name="LlamaForCausalLM", **changes):
     """A Llama of 2 layers for :func:`tiny_tokenizer`; every call gives the same values."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
+    kind = getattr(transformers, name)
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**_ARGUMENTS | changes)).eval()
+    return kind(kind.config_class(**_ARGUMENTS | changes)).eval()
 
 
 def write_text(path, num_words, *, seed=0):
@@ -68,10 +69,4 @@ def save_tiny_llama(folder, **changes):
 
 def save_tiny_mixtral(folder):
     """The same with a mixture of 4 experts, two of them for each token."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(**_ARGUMENTS, num_local_experts=4)
-    MixtralForCausalLM(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny_llama(folder, name="MixtralForCausalLM", num_local_experts=4)

@@ -3,12 +3,9 @@
 import contextlib
 import importlib
 import json
-import os
-import subprocess
 import sys
 from datetime import timedelta
 from importlib.util import find_spec
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,27 +16,10 @@ import distprune
 from distprune import selftest
 from distprune.testing import run_ranks
 from helpers import deepspeed_state
-from helpers.forked_scripts import held_port, run_forked
+from helpers.forked_scripts import end_of, held_port, run_forked, start
 
 FAST = ["masks", "training", "private fields"]
 TORCH = [each.name for each in selftest.WRAPPINGS if each.name != "ZeRO-3"]
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def start(*arguments, **environment):
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **settings},
-    )
-
-
-def end_of(process):
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
 
 
 # None of these is there; the self-test must not mind.
