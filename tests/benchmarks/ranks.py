@@ -26,10 +26,10 @@ from measuring import (
     measured,
     slowest,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -40,6 +40,7 @@ from torch.distributed.tensor.parallel import (
 import distprune
 from distprune import PruningReport
 from helpers.on_ranks import on_ranks
+from helpers.wrappings import whole
 
 AMOUNT = 0.5
 COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -63,25 +64,6 @@ def shard(model: data.LanguageModel, wrapping: str) -> None:
 
 def prune(targets: Sequence[tuple[nn.Module, str]], amount: float = AMOUNT) -> PruningReport:
     return distprune.global_unstructured(targets, distprune.L1Unstructured, amount=amount)
-
-
-def local_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a tensor, as torch itself cuts it."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local().clone()
-
-
-def check_local_masks(model: nn.Module, keeps: Sequence[Tensor]) -> None:
-    """Every bit on this rank.
-
-    Raises:
-        CheckFailed: names the parameter.
-    """
-    for which, (mask, keep) in enumerate(zip(data.masks(model), keeps, strict=True)):
-        if mask is None or not torch.equal(data.local(mask) != 0, keep):
-            raise CheckFailed(f"rank {dist.get_rank()}: the mask of parameter {which} is wrong")
 
 
 def cases(options: Options) -> Iterator[tuple[str, int, int, str]]:
@@ -141,19 +123,15 @@ def tables(options: Options) -> Iterator[Table]:
 def measure(wrapping: str, size: int, dtype: str, has_rival: bool, rounds: int) -> dict[str, Any]:
     """On every rank: check, then time."""
     model = data.build(size, getattr(torch, dtype))
-    values = data.weights(model)
-    expected = data.oracle(values, AMOUNT)
-    keeps = [
-        torch.from_numpy(keep).view(value.shape)
-        for keep, value in zip(data.expected_masks(values, expected), values, strict=True)
-    ]
+    whole_values = [weight.clone() for weight in data.weights(model)]
+    expected = data.oracle(whole_values, AMOUNT)
     shard(model, wrapping)
-    keeps = [local_like(k, weight) for k, weight in zip(keeps, data.weights(model), strict=True)]
     values = [data.local(weight).clone() for weight in data.weights(model)]
     targets = data.pairs(model)
     report = prune(targets)
     data.check_report(report, expected)
-    check_local_masks(model, keeps)
+    data.check_masks(whole_values, [whole(mask) for mask in data.masks(model)], expected)
+    del whole_values
     left_bytes = data.undo(model, values)
 
     def ours() -> Measurement:

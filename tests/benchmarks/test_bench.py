@@ -1,7 +1,5 @@
 """The benchmark runs, its oracle is right, and it fails when a bound does."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch.nn.utils.prune as torch_prune
 from measuring import CheckFailed, Table, Verdict, interleaved, measured
 
 import distprune
+from helpers.forked_scripts import environment, output_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -23,10 +22,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("part", bench.PARTS)
 def test_every_part_runs_from_end_to_end(part):
     command = [sys.executable, bench.__file__, "--quick", "--parts", part]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert f"=== {part}" in run.stdout and "-----" in run.stdout
+    printed = output_of(*command, env=environment())
+    assert f"=== {part}" in printed and "-----" in printed
 
 
 def test_parts_that_do_not_exist_are_refused(capsys):

@@ -13,7 +13,7 @@ from distprune.cli import inspect as pictures
 from distprune.files import disk as access
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.verifying import inspect
-from helpers.tiny_checkpoints import encode, load, save, tree_digest
+from helpers.tiny_checkpoints import encode, load, save, save_in_files, tree_digest
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
@@ -92,10 +92,7 @@ def test_diff_tells_values_from_zeros(run, tmp_path):
     other["odd.weight"] = other["odd.weight"].half()
     del other["norm"]
     other["new"] = torch.ones(1)
-    names = list(other)
-    second = save(
-        tmp_path / "second", *({n: other[n] for n in part} for part in (names[:4], names[4:]))
-    )
+    second = save_in_files(tmp_path / "second", other, 4)
     found = run("diff", first, second, "--json").json
     assert found["are_equal"] is False
     found = {each["name"]: each for each in found["tensors"]}
@@ -131,8 +128,7 @@ def test_apply_puts_masks_on_another_checkpoint(run, tmp_path):
     assert run("prune", base, masks, "-s", "0.8", "--scope", "layer", "--exclude", "odd*").code == 0
     tuned = tensors(seed=1)
     tuned["layers.0.F32.weight"] = tuned["layers.0.F32.weight"].bfloat16()  # another dtype will do
-    names = list(tuned)
-    source = save(tmp_path / "tuned", *({n: tuned[n] for n in p} for p in (names[:3], names[3:])))
+    source = save_in_files(tmp_path / "tuned", tuned, 3)
     before = tree_digest(source)
     done = run("apply", masks, source, tmp_path / "out", "--json")
     assert done.code == 0, done.err

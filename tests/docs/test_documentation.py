@@ -1,7 +1,6 @@
 """The documentation builds without a warning, lacks no public name, and shows a short path."""
 
 import importlib
-import os
 import re
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ import pytest
 from examples_of_pages import DOCS, ROOT, pages
 
 import distprune
-from helpers.forked_scripts import run_forked
+from helpers.forked_scripts import environment, output_of, run_forked
 
 sys.path.insert(0, str(DOCS))
 
@@ -24,18 +23,6 @@ MAX_FRAMES = 15  # from global_unstructured to any kernel
 MODULES = ("budgets", "criteria", "dynamic", "schedule", "statistics", "checkpoint", "testing")
 PACKAGE = ROOT / "distprune"
 NOT_OF_THE_REPOSITORY = {"DST/distprune/", "build/", "dist/", "test_pruning.py", "torch.py"}
-
-
-def run(*arguments):
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_every_public_name_is_in_the_api():
@@ -83,7 +70,9 @@ def test_links_of_the_readme_lead_to_pages_and_headings():
 @pytest.mark.slow
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("mkdocs")
-    run("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path)  # --quiet counts no warning
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]  # --quiet counts no warning
+    variables = environment(NO_MKDOCS_2_WARNING="1")
+    output_of(*command, "--site-dir", tmp_path, cwd=ROOT, env=variables)
     page = (tmp_path / "how_it_works.html").read_text()
     assert "frames from global_unstructured to the kernel" in page
     assert "L1Unstructured.decide" in page
@@ -132,9 +121,7 @@ def test_the_diffs_apply_and_work(tmp_path):
         subprocess.run(["git", "apply", "-"], input=diff, text=True, check=True, cwd=tmp_path)
         assert 1 < diff.count("\n+++ ") + diff.startswith("+++ ") <= 3
     assert len(DIFFS) == 2
-    command = [sys.executable, "-c", OPTION + SCORE]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-c", OPTION + SCORE, cwd=tmp_path)
 
 
 # The pictures of the pages show the committed results.

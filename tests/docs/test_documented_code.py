@@ -3,13 +3,13 @@
 import ast
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 from examples_of_pages import DOCS, ROOT, blocks_of, commands_of, pages, run_blocks, write_files
 
 from distprune.testing import run_ranks
+from helpers.forked_scripts import environment, output_of
 
 MOST_SKIPPED = 1
 PYTHON = [page for page in pages() if blocks_of(page, "python")]
@@ -69,14 +69,8 @@ def test_blocks_that_are_test_files_pass(page, tmp_path):
     for block in blocks_of(page, "python"):
         if block.how.startswith("file="):
             (tmp_path / block.how.removeprefix("file=")).write_text(block.code)
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path],
-                capture_output=True,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                cwd=tmp_path,
-            )
-            assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
+            output_of(*command, cwd=tmp_path, env=environment())
 
 
 @pytest.mark.parametrize("page", PYTHON, ids=name_of)

@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from sharded_on_device import prune
 from torch import nn
 
 import distprune
+from helpers.forked_scripts import environment, output_of
 
 pytestmark = pytest.mark.gpu
 
@@ -86,8 +85,4 @@ def test_other_allocators(device, on_cuda, setting):
     file = Path(__file__).with_name("test_masks_on_device.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--device", device.type, str(file)]
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    environment = {**os.environ, **dict.fromkeys(names, setting)}
-    ran = subprocess.run(
-        [*command, "-k", "few"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stdout
+    output_of(*command, "-k", "few", env=environment(**dict.fromkeys(names, setting)))

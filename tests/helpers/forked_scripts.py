@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from distprune import testing
 
@@ -36,6 +37,13 @@ def end_of(process: subprocess.Popen) -> tuple[int, str, str]:
     """Exit status, output and errors."""
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
+
+
+def output_of(*command: object, code: int = 0, **options: Any) -> str:
+    """What a program prints, which has to end with a code; options of subprocess.run."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+    assert done.returncode == code, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
 
 
 @contextlib.contextmanager

@@ -2,16 +2,14 @@
 
 import ast
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
 from shell import ROOT, run
 
-from helpers.forked_scripts import run_forked
+from helpers.forked_scripts import environment, output_of, run_forked
 
 
 def totals(output: str) -> list[list[str]]:
@@ -192,8 +190,5 @@ def test_cells_run(tmp_path):
     """Its assertions compare perplexities, and count the zeros."""
     program = tmp_path / "notebook.py"
     program.write_text("\n\n".join("".join(cell["source"]) for cell in CELLS), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WORK": str(tmp_path / "work")}
-    done = subprocess.run(
-        [sys.executable, program], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    variables = environment(WORK=str(tmp_path / "work"))
+    output_of(sys.executable, program, env=variables, cwd=tmp_path)

@@ -4,13 +4,12 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
 from shell import ROOT, run, start
 
-from helpers.forked_scripts import held_port
+from helpers.forked_scripts import held_port, output_of
 
 SCRIPT = """
 import json, os, sys
@@ -73,16 +72,8 @@ def started_by(command, script):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port"]
     with held_port() as port:
-        done = subprocess.run(
-            [*launch, str(port), *arguments[2:], script],
-            env={**clean, "PYTHONPATH": f"{ROOT}:{ROOT / 'launch'}", "OMP_NUM_THREADS": "1"}
-            | variables,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        clean |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'launch'}", "OMP_NUM_THREADS": "1"}
+        return output_of(*launch, port, *arguments[2:], script, env=clean | variables)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import email
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 from distprune import __version__ as VERSION
+from helpers.forked_scripts import environment, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "distprune"
@@ -53,22 +53,11 @@ save_file({"model.layers.0.mlp.up_proj.weight": torch.randn(16, 8)}, "dense/mode
 """
 
 
-def run(*command, cwd=None, **environment):
+def run(*command, cwd=None):
     """Run a program without the checkout on its path, and without network; what it printed."""
-    done = subprocess.run(
-        [str(word) for word in command],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={
-            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            "PIP_NO_INDEX": "1",
-            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-            **environment,
-        },
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    variables = environment(PIP_NO_INDEX="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
+    del variables["PYTHONPATH"]
+    return output_of(*command, cwd=cwd, env=variables)
 
 
 def package_files():
@@ -175,15 +164,14 @@ def test_the_citation_has_the_version():
 # What strangers and registries find: the release, the recipe, and no invented address.
 
 
-ROOT_OF_RELEASE = Path(__file__).resolve().parents[2]
 if sys.version_info >= (3, 11):
     import tomllib
 
-    PROJECT = tomllib.loads((ROOT_OF_RELEASE / "pyproject.toml").read_text())["project"]
+    PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 else:
     PROJECT = {}
 with_toml = pytest.mark.skipif(not PROJECT, reason="tomllib is in Python 3.11 and later")
-RELEASE = yaml.safe_load((ROOT_OF_RELEASE / ".github/workflows/release.yml").read_text())
+RELEASE = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
 JOBS = RELEASE["jobs"]
 TEXTS = {".cff", ".md", ".py", ".sh", ".toml", ".yaml", ".yml", ""}
 SKIPPED = re.compile(r"\..*|build|dist|runs|__pycache__|.*\.egg-info")
@@ -191,7 +179,7 @@ SKIPPED = re.compile(r"\..*|build|dist|runs|__pycache__|.*\.egg-info")
 
 def texts():
     """(path, text) of the repository's files, as git would have them."""
-    for folder, inner, names in os.walk(ROOT_OF_RELEASE):
+    for folder, inner, names in os.walk(ROOT):
         inner[:] = [name for name in inner if name == ".github" or not SKIPPED.match(name)]
         for name in names:
             path = Path(folder, name)
@@ -236,22 +224,16 @@ def test_it_is_built_once_and_published_without_a_password():
 def test_the_tag_is_the_version(tmp_path, tag, changes, code):
     (step,) = (s for s in JOBS["build"]["steps"] if s.get("name") == "The tag is the version")
     (tmp_path / "CHANGELOG.md").write_text(changes)
-    (tmp_path / "distprune").symlink_to(ROOT_OF_RELEASE / "distprune")
-    (tmp_path / "CITATION.cff").symlink_to(ROOT_OF_RELEASE / "CITATION.cff")
-    done = subprocess.run(
-        ["bash", "-e", "-c", step["run"]],
-        cwd=tmp_path,
-        env={**os.environ, "GITHUB_REF_NAME": tag},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert code == 0 or "expected" in done.stdout
+    (tmp_path / "distprune").symlink_to(ROOT / "distprune")
+    (tmp_path / "CITATION.cff").symlink_to(ROOT / "CITATION.cff")
+    variables = {**os.environ, "GITHUB_REF_NAME": tag}
+    printed = output_of("bash", "-e", "-c", step["run"], code=code, cwd=tmp_path, env=variables)
+    assert code == 0 or "expected" in printed
 
 
 @with_toml
 def test_the_recipe_of_conda_forge_needs_what_the_project_needs():
-    recipe = yaml.safe_load((ROOT_OF_RELEASE / "packaging/conda-forge/recipe.yaml").read_text())
+    recipe = yaml.safe_load((ROOT / "packaging/conda-forge/recipe.yaml").read_text())
     assert recipe["context"]["version"] == VERSION
     assert PROJECT["requires-python"] == f">={recipe['context']['python_min']}"
     needed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["cli"]]

@@ -6,7 +6,6 @@ else of the environment that runs the tests.
 
 import contextlib
 import importlib.metadata
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
 from examples_of_pages import ROOT, commands_of, pages
 from small_commands import made_small, write_sources
+
+from helpers.forked_scripts import environment, output_of
 
 
 def needed_by(extras):
@@ -84,15 +85,10 @@ def run(python, arguments, folder):
     """Run a command of distprune, made small."""
     with contextlib.chdir(folder):
         words = ["distprune", *(arguments if "selftest" in arguments else made_small(arguments))]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [python, "-m", *words],
-        cwd=folder,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode in (0, 3), f"{words}\n{done.stdout}{done.stderr}"  # 3: diff --exit-code
+    variables = environment()
+    del variables["PYTHONPATH"]
+    code = 3 if "--exit-code" in words else 0
+    output_of(python, "-m", *words, code=code, cwd=folder, env=variables)
 
 
 def commands_of_ours(page):
@@ -119,8 +115,7 @@ def test_the_command_of_the_readme(python_with, files, tmp_path):
     arguments = next(each for each in commands if each[0] == "prune" and "--eval" in each)
     python = python_with(("cli", "language-models"))
     run(python, arguments, tmp_path)
-    missing = subprocess.run([python, "-c", "import hypothesis"], capture_output=True, text=True)
-    assert "ModuleNotFoundError" in missing.stderr  # it is no copy of this environment
+    output_of(python, "-c", "import hypothesis", code=1)  # it is no copy of this environment
 
 
 @pytest.mark.thorough
@@ -157,5 +152,4 @@ def test_programs_import_what_their_extra_brings(program, python_with):
         extras = ("examples", "peft")
     code = f"import runpy, sys; sys.path.insert(0, {str(program.parent)!r}); "
     code += f"runpy.run_path({str(program)!r}, run_name='imported')"
-    done = subprocess.run([python_with(extras), "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    output_of(python_with(extras), "-c", code)

@@ -1,13 +1,13 @@
 """The public surface: a change to it is always deliberate."""
 
 import inspect
-import subprocess
 import sys
 
 import pytest
 import torch.nn.utils.prune as torch_prune
 
 import distprune
+from helpers.forked_scripts import output_of
 
 TORCH = {
     "BasePruningMethod", "CustomFromMask", "Identity", "L1Unstructured", "LnStructured",
@@ -75,8 +75,7 @@ print([m for m in loaded("distprune") if m.split(".")[1:2] in (["testing"], ["in
 import distprune.testing, distprune.integrations.accelerate
 print(loaded("accelerate", "transformers", "yaml", "pydantic", "pytest"))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.split() == ["[]"] * 3, done.stdout + done.stderr
+    assert output_of(sys.executable, "-c", script).split() == ["[]"] * 3
 
 
 @pytest.mark.slow
@@ -95,5 +94,4 @@ for name in ("api.global_mask", "dynamic", "schedule"):
         del sys.modules[loaded]
     importlib.import_module(f"distprune.{name}")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-c", script)

@@ -60,15 +60,8 @@ def test_what_was_wanted_stands_beside_what_was_achieved():
     ]
     bounded = replace(first, wanted=None, held_at=None, max_sparsity=0.5, num_grown=20)
     lines = str(replace(REPORT, parameters=(bounded,))).split("\n")
-    assert lines[0].split() == [
-        "parameter",
-        "elements",
-        "before",
-        "now",
-        "grown",
-        "wanted",
-        "sparsity",
-    ]
+    words = "parameter elements before now grown wanted sparsity"
+    assert " ".join(lines[0].split()) == words
     assert lines[2].endswith("20  0.00% to 50.00%    48.00%")
 
 

@@ -1,11 +1,9 @@
 """The pool of ranks: results, failures, hangs, reuse, and other people's test files."""
 
 import os
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import distprune
 from distprune.testing import RankError, preload, run_ranks
+from helpers.forked_scripts import environment, output_of
 
 pytestmark = pytest.mark.slow
 
@@ -216,13 +214,7 @@ def test_in_somebody_elses_project(tmp_path):
     for letter in "ab":
         folder.joinpath(f"test_{letter}.py").write_text(USER_TESTS)
     options = ["-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
-    text = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "--import-mode=importlib", "my checks"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(distprune.__file__).resolve().parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    ).stdout
+    command = [sys.executable, "-m", "pytest", *options, "--import-mode=importlib", "my checks"]
+    text = output_of(*command, code=1, cwd=tmp_path, env=environment())
     assert "2 failed, 4 passed" in text, text
     assert text.count("AssertionError: what the rank had to say") >= 2
