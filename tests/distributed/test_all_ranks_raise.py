@@ -112,7 +112,7 @@ def colliding_mask(shape, which: int) -> torch.Tensor:
 
 @cache
 def indices_of(wrapping: str, rank: int) -> dict[str, torch.Tensor]:
-    return wrappings.local_indices(fill(Net(), "normal", "float32"), wrapping)
+    return wrappings.local_indices(seeded(Net()), wrapping)
 
 
 class Setting:
@@ -520,7 +520,7 @@ def test_all_ranks_raise_the_same(wrapping):
 @torch.no_grad()
 def differences_with_pruned_nan(wrapping: str) -> list[str]:
     """NaN wherever the first pruning has put the mask to 0 is no error."""
-    setting, dense = Setting(wrapping, None), fill(Net(), "normal", "float32")
+    setting, dense = Setting(wrapping, None), seeded(Net())
     scores = [dense.get_parameter(name) for name in NAMES]
     prune.global_unstructured(setting.pairs, prune.L1Unstructured, amount=0.5)
     for module, name in setting.pairs:
@@ -565,7 +565,7 @@ def test_opposite_differences(wrapping):
 @torch.no_grad()
 def wrong_with_exchanged_shards(wrapping: str, what: str) -> list[str]:
     """The second replica of an HSDP model has the right numbers, on the wrong one of its ranks."""
-    model = wrappings.wrap(fill(Net(EVEN), "normal", "float32"), wrapping)
+    model = wrappings.wrap(seeded(Net(EVEN)), wrapping)
     if what != "values":
         prune.l1_unstructured(model.l1, "weight", 0.4)
     parameter = model.l1.weight
@@ -605,7 +605,7 @@ def test_experts_that_are_permutations_of_each_other():
 
 
 def net(wrapping: str, **options) -> nn.Module:
-    return wrappings.wrap(fill(Net(), "normal", "float32"), wrapping, **options)
+    return wrappings.wrap(seeded(Net()), wrapping, **options)
 
 
 def prune_one(model: nn.Module) -> None:
@@ -616,7 +616,7 @@ def prune_one(model: nn.Module) -> None:
 
 
 def partial_placement(call):
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     weight, mesh = model.l1.weight.data, init_device_mesh("cpu", (2,))
     model.l1.weight = nn.Parameter(DTensor.from_local(weight, mesh, [Partial()]))
     return model, call

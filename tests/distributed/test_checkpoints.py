@@ -18,7 +18,7 @@ from distprune.base.naming import named_modules
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assembled, assert_nothing_wrong_on, raised
-from helpers.models import EVEN_HIDDEN, Net, fill, fqns, target
+from helpers.models import EVEN_HIDDEN, Net, fqns, seeded, target
 from helpers.sampling import THOROUGH
 
 SAVERS = ["fsdp1-3", "fsdp2-4", "hsdp-2x2", "fsdp2_tp-2x2", "tp-2", "ddp-2", "plain-1"]
@@ -36,7 +36,7 @@ class Run:
     """A training run with a schedule, up to the step that it is asked for."""
 
     def __init__(self, wrapping: str, seed: int = 0, optimizer: type = torch.optim.AdamW):
-        dense = fill(Net(EVEN_HIDDEN), "normal", "float32", seed)
+        dense = seeded(Net(EVEN_HIDDEN), seed)
         self.wrapping = wrapping
         self.indices = wrappings.local_indices(dense, wrapping)
         self.model = wrappings.wrap(dense, wrapping)

@@ -87,7 +87,7 @@ def test_rows_that_are_cut_send_their_keys_once(wrapping, dtype):
 
 def traffic_of_steps(wrapping: str, pruned: bool, weights: bool) -> list[list[tuple[str, int]]]:
     """The collectives of forward and backward, in two steps."""
-    model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
+    model = wrappings.wrap(seeded(Net(EVEN_HIDDEN)), wrapping)
     if pruned:
         prune_weights(model, weights=weights)
     steps = []
@@ -169,7 +169,7 @@ def kept_between_forward_and_backward(wrapping: str, pruned: bool, bf16: bool) -
         policy = {"mixed_precision": MixedPrecision(param_dtype=dtype)}
     else:
         policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
-    model = fill(Net((64, 128, 64, 8)), "normal", "float32")
+    model = seeded(Net((64, 128, 64, 8)))
     model = wrappings.wrap(model, wrapping, **policy)
     if pruned:
         prune_weights(model)
@@ -225,7 +225,7 @@ class Kernels(TorchDispatchMode):
 
 
 def kernels_of_forward(wrapping: str, is_pruned: bool) -> dict[str, int]:
-    model = wrappings.wrap(fill(Net(SIZES), "normal", "float32"), wrapping)
+    model = wrappings.wrap(seeded(Net(SIZES)), wrapping)
     if is_pruned:
         prune_weights(model)
     x = torch.ones(4, 8)
@@ -260,7 +260,7 @@ def graphs(wrapping: str) -> list[tuple[str, int, list[int]]]:
     for how in ("dense", "pruned", "pruned again"):
         torch._dynamo.reset()
         counters.clear()
-        model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
+        model = wrappings.wrap(seeded(Net(EVEN_HIDDEN)), wrapping)
         compiled = torch.compile(model, backend="eager")
         num_graphs = []
         for step in range(NUM_PRUNINGS):

@@ -190,23 +190,20 @@ def wrong_after_raising(wrapping: str, method: str, error: str, odd_rank: int) -
     return [*wrong, "the call never works"]
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-3"])
-def test_an_error_in_any_step(wrapping, error):
-    last = wrappings.world_size(wrapping) - 1
-    assert_nothing_wrong_on(wrapping, wrong_after_raising, "l1", error, last)
-
-
 @pytest.mark.parametrize(
-    ("wrapping", "method"),
+    ("wrapping", "method", "error", "odd_rank"),
     [
-        (wrapping, method)
-        for turn, wrapping in enumerate(WRAPPINGS)
-        for method in (METHODS if wrapping == "fsdp2-2" else every(len(METHODS), METHODS, turn))
+        *(("plain-2", "l1", error, 1) for error in ERRORS),
+        *(("fsdp2-3", "l1", error, 2) for error in ERRORS),
+        *(
+            (wrapping, method, "memory", 0)
+            for turn, wrapping in enumerate(WRAPPINGS)
+            for method in (METHODS if wrapping == "fsdp2-2" else every(len(METHODS), METHODS, turn))
+        ),
     ],
 )
-def test_an_error_in_any_step_of_any_method(wrapping, method):
-    assert_nothing_wrong_on(wrapping, wrong_after_raising, method, "memory", 0)
+def test_an_error_in_any_step(wrapping, method, error, odd_rank):
+    assert_nothing_wrong_on(wrapping, wrong_after_raising, method, error, odd_rank)
 
 
 # A rank is lost: each rank is a process of its own.

@@ -17,7 +17,7 @@ from distprune.testing import run_ranks
 from distprune.wrappers.fsdp2 import managed_parameters
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, other_errors, outcome
-from helpers.models import Net, fill, seeded
+from helpers.models import Net, seeded
 from helpers.sampling import every
 
 
@@ -205,7 +205,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def refused(wrapping: str, where: str, what: str) -> list[str]:
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     model = wrappings.wrap(model, wrapping)
     inner = wrappings.unwrapped(model)
     if what == "remove":
@@ -251,7 +251,7 @@ def test_refused_on_shards(wrapping):
 
 def between_steps(wrapping: str) -> list[str]:
     """In a hook of the optimizer, and after a forward that raised."""
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(seeded(Net()), wrapping)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer.register_step_post_hook(lambda *_: call("single", model))
     x, y = batch()

@@ -16,7 +16,7 @@ from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import assert_nothing_wrong, other_errors, outcome, raised, wrong_masks
-from helpers.models import Net, fill, target
+from helpers.models import Net, fill, seeded, target
 
 
 def my_group(groups: list[list[int]]) -> dist.ProcessGroup:
@@ -47,7 +47,7 @@ def test_groups_do_not_see_each_other(groups):
 
 def error_of_an_outsider() -> str:
     group = dist.new_group([0, 1])
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     pairs = [(model.l1, "weight")]
     return raised(
         lambda: prune.global_unstructured(pairs, prune.L1Unstructured, group=group, amount=0.5)
@@ -80,7 +80,7 @@ def calls_of_a_plain_parameter() -> list | None:
     """Rank 0 alone, in a world of two."""
     if dist.get_rank() == 1:
         return None
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     with Traffic() as traffic:
         prune.l1_unstructured(model.l1, "weight", 0.5)
         prune.random_unstructured(model.l1, "weight", 0.5)
@@ -130,7 +130,7 @@ class Action:
 
 
 def model_and_targets(wrapping: str):
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(seeded(Net()), wrapping)
     return model, [target(wrappings.unwrapped(model), name) for name in NAMES]
 
 
@@ -301,7 +301,7 @@ def test_the_masks_are_those_of_one_process(kind, size):
 
 def single_functions_outside() -> list[str]:
     """Collective over the parameter's mesh alone: the ranks outside do not take part."""
-    model = fill(Net((6, 12, 6, 6)), "normal", "float32")
+    model = seeded(Net((6, 12, 6, 6)))
     (keep,) = reference.prune([model.l1.weight], 0.5)
     mix(model, "outside")
     found = outcome(model, lambda: prune.l1_unstructured(model.l1, "weight", 0.5))

@@ -17,7 +17,7 @@ import distprune as prune
 from distprune.base.naming import unwrap
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong_on
-from helpers.models import Net, fill, target
+from helpers.models import Net, seeded, target
 
 NAMES = ["l1.weight", "l2.weight"]
 WRAPPINGS = [
@@ -43,9 +43,9 @@ class Case:
     def __init__(self, wrapping: str):
         sizes = wrappings.runnable_sizes(wrapping)
         self.wrapping, self.x = wrapping, torch.ones(4, sizes[0])
-        self.dense = fill(Net(sizes), "normal", "float32", 3)
+        self.dense = seeded(Net(sizes), 3)
         self.indices = wrappings.local_indices(self.dense, wrapping)
-        self.model = wrappings.wrap(fill(Net(sizes), "normal", "float32"), wrapping)
+        self.model = wrappings.wrap(seeded(Net(sizes)), wrapping)
         is_mixed = wrappings.kind_of(wrapping) == "tp"  # torch takes no list of both kinds
         self.optimizers = {
             name: make(
@@ -83,8 +83,7 @@ class Case:
     def states(self) -> tuple[dict, dict]:
         """The model's state dict, and that of another dense model, laid out like it."""
         other = wrappings.wrap(
-            fill(Net(wrappings.runnable_sizes(self.wrapping)), "normal", "float32", 3),
-            self.wrapping,
+            seeded(Net(wrappings.runnable_sizes(self.wrapping)), 3), self.wrapping
         )
         return get_model_state_dict(self.model), get_model_state_dict(other)
 

@@ -24,14 +24,14 @@ from helpers.comparisons import (
     snapshot,
     wrong_masks,
 )
-from helpers.models import Net, ShapesNet, fill, target
+from helpers.models import Net, ShapesNet, seeded, target
 
 WRAPPINGS = wrappings.sampled(["plain-1", *wrappings.ALL])
 FILE = "distprune/masks.safetensors"
 
 
 def pruned_net(net=ShapesNet, amount=0.4) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    model = fill(net(), "normal", "float32")
+    model = seeded(net())
     pairs = prune.select(model, names=("weight", "bias"), exclude="l2.bias", everything=True)
     prune.global_unstructured(pairs, prune.L1Unstructured, amount=amount)
     masks = {n.removesuffix("_mask"): m.bool() for n, m in model.named_buffers()}
@@ -47,7 +47,7 @@ def folder(tmp_path) -> Path:
 def loaded_and_saved(wrapping: str, net: type, folder: Path, out: Path) -> list[str]:
     """What is wrong with the masks of a dense model after loading."""
     _, keeps = pruned_net(net)
-    model = fill(net(), "normal", "float32", seed=9)
+    model = seeded(net(), seed=9)
     indices = wrappings.local_indices(model, wrapping)
     model = wrappings.wrap(model, wrapping)
     report = prune.load_masks(model, folder)
@@ -107,7 +107,7 @@ def test_an_earlier_mask_holds_on_and_tied_parameters_are_one(tmp_path):
 def stage(folder: Path, out: Path) -> list[str]:
     """Each rank has a part of the model, and one more a replica of the first."""
     rank, (_, keeps) = dist.get_rank(), pruned_net()
-    model = fill(ShapesNet(), "normal", "float32", seed=9)
+    model = seeded(ShapesNet(), seed=9)
     parts = [["l1", "conv"], ["l2", "l3", "norm", "one"], ["l1", "conv"]]
     part = nn.ModuleDict({name: getattr(model, name) for name in parts[rank]})
     mine = {n: keep for n, keep in keeps.items() if n.partition(".")[0] in parts[rank]}
@@ -123,7 +123,7 @@ def stage(folder: Path, out: Path) -> list[str]:
 
 def test_pipeline_stages(folder, tmp_path):
     assert_nothing_wrong(run_ranks(stage, 3, folder, tmp_path / "out"))
-    model = fill(ShapesNet(), "normal", "float32", seed=9)
+    model = seeded(ShapesNet(), seed=9)
     prune.load_masks(model, tmp_path / "out")
     keeps = pruned_net()[1]
     assert all(torch.equal(m.bool(), keeps[n[:-5]]) for n, m in model.named_buffers())
@@ -137,9 +137,9 @@ def error_of(function, model, *arguments, **options) -> str:
 def refusals(folders: list[Path], file: Path) -> list[str]:
     """Errors: another model, other shapes, no masks, other masks on one rank, a lost folder."""
     rank = dist.get_rank()
-    wrapped = wrappings.wrap(fill(ShapesNet(), "normal", "float32"), "fsdp2-2")
-    cut = wrappings.wrap(fill(Net(), "normal", "float32"), "fsdp2-2")
-    wide = wrappings.wrap(fill(ShapesNet((6, 10, 4, 3)), "normal", "float32"), "fsdp2-2")
+    wrapped = wrappings.wrap(seeded(ShapesNet()), "fsdp2-2")
+    cut = wrappings.wrap(seeded(Net()), "fsdp2-2")
+    wide = wrappings.wrap(seeded(ShapesNet((6, 10, 4, 3))), "fsdp2-2")
     return [
         error_of(prune.load_masks, cut, folders[0]),
         error_of(prune.load_masks, wide, folders[0]),
@@ -268,7 +268,7 @@ NAMES = ["l1.weight", "l2.weight", "l3.weight"]
 
 def pruned() -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, object]]:
     """A pruned model, its masks, and a snapshot."""
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     own = dist.new_subgroups(1)[0]
     prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5, group=own)
     masks = {name: target(model, name)[0].weight_mask.clone() for name in NAMES}

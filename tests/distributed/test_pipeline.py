@@ -21,7 +21,7 @@ from distprune import budgets, schedule
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, raised
-from helpers.models import fill, target
+from helpers.models import fill, seeded, target
 from helpers.sampling import every
 
 NUM_LAYERS = 12  # "layers.10" has to come after "layers.2"
@@ -254,7 +254,7 @@ def test_one_process_with_the_whole_model():
 def trained(steps: int) -> list[str]:
     """torch's own pipeline schedule, against a dense model that torch pruned."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    dense, stage = fill(Deep(), "normal", "float32"), Stage("plain", "normal")
+    dense, stage = seeded(Deep()), Stage("plain", "normal")
     for name, keep in keeps_of("normal", (0.5,)).items():
         torch_prune.custom_from_mask(*target(dense, name), keep)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (stage.model, dense)]
@@ -302,7 +302,7 @@ def errors(calls: list[tuple[str, str]]) -> list[str]:
         chosen, options = stage.chosen, {"pipeline_parallel": True}
         match case:
             case "experts":
-                chosen = prune.select(fill(nn.Linear(4, 4), "normal", "float32", seed=rank))
+                chosen = prune.select(seeded(nn.Linear(4, 4), seed=rank))
             case "other shapes":
                 chosen = prune.select(nn.Linear(4, 4 + rank))
             case "no names":
@@ -362,7 +362,7 @@ def test_errors_are_the_same_on_every_rank():
 def renamed() -> tuple[list[str], int]:
     """Experts under names of their own, and a stage that is placed by a prefix."""
     rank = dist.get_rank()
-    expert = fill(nn.Linear(4, 4), "normal", "float32", seed=rank)
+    expert = seeded(nn.Linear(4, 4), seed=rank)
     (pair,) = prune.select(expert, prefix="experts")
     assert pair.fqn == "experts.weight"
     own = prune.NamedParameter(*pair, f"{pair.fqn}@{rank}")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import distprune as prune
+from distprune import language_models
 from distprune.testing import run_ranks
 from helpers.comparisons import raised
 from helpers.tiny_transformers import save_tiny
@@ -55,8 +56,6 @@ def logits_of(model):
 
 def different_from_transformers(folder, wrap, mesh, dtype):
     """Names of the tensors that from_pretrained has otherwise, and the largest error of logits."""
-    from distprune import language_models
-
     model = language_models.load_sharded(folder, wrap=wrap, mesh=mesh, dtype=dtype)
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
     inner = model.module if wrap == "ddp" else model
@@ -80,8 +79,6 @@ def different_from_transformers(folder, wrap, mesh, dtype):
 
 def saved(source, target, wrap, mesh, dtype=None):
     """Load, prune and save on the ranks; the numbers of pruned elements, and the outputs."""
-    from distprune import language_models
-
     model = language_models.load_sharded(source, wrap=wrap, mesh=mesh, dtype=dtype)
     report = prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
     folder = language_models.save_sharded(model, target, source=source, max_shard_size="10KB")
@@ -164,8 +161,6 @@ def changed(source, target, change):
 
 def error_of(folders, **options):
     """What loading raises on this rank, from a folder of its own."""
-    from distprune import language_models
-
     return raised(lambda: language_models.load_sharded(folders[dist.get_rank()], **options))
 
 
@@ -208,8 +203,6 @@ def test_wrap_and_mesh_are_checked(llama, options, words):
 
 
 def test_wraps_need_a_process_group(llama):
-    from distprune import language_models
-
     with pytest.raises(ValueError, match="torchrun"):
         language_models.load_sharded(llama, wrap="fsdp2")
 
@@ -223,8 +216,6 @@ def test_quantised_weights_are_refused(llama, tmp_path):
 
 
 def tied_with_head(folder):
-    from distprune import language_models
-
     model = language_models.load_sharded(folder, wrap="fsdp2")
     head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
     return head is embedding, head.full_tensor()
@@ -248,8 +239,6 @@ def test_tied_weights_that_are_both_stored_are_tied_if_they_are_equal(tmp_path, 
 
 def saving_raises(source, target, fails):
     """What saving raises on this rank; if ``fails``, the disk is full after the weights."""
-    from distprune import language_models
-
     model = language_models.load_sharded(source, wrap="fsdp2")
     with pytest.MonkeyPatch.context() as patch:
         if fails:

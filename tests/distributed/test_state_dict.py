@@ -17,7 +17,7 @@ from distprune import checkpoint
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong_on, raised
-from helpers.models import EVEN_HIDDEN, UNEVEN, Net, fill, target
+from helpers.models import EVEN_HIDDEN, UNEVEN, Net, fill, seeded, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.bias"]
 WRAPPINGS = wrappings.sampled(wrappings.ALL)
@@ -35,7 +35,7 @@ def pruned(
 
 def pruned_by_torch(sizes=UNEVEN) -> torch.nn.Module:
     """A dense model with torch's own hooks and the masks of the reference."""
-    model = fill(Net(sizes), "normal", "float32")
+    model = seeded(Net(sizes))
     keeps = reference.prune([model.get_parameter(name) for name in NAMES], 0.5)
     for name, keep in zip(NAMES, keeps, strict=True):
         torch_prune.custom_from_mask(*target(model, name), keep)
@@ -148,7 +148,7 @@ def test_a_state_dict_of_torch_loads(wrapping, how):
 
 def test_a_dense_checkpoint_into_a_pruned_model_needs_leave(tmp_path):
     """That masks stay then, on every wrapping, is a row of test_operations.py."""
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     dcp.save(checkpoint.get_state_dict(model), checkpoint_id=tmp_path / "dense")
     prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
     with pytest.raises(ValueError, match=r"l2.weight, l3.weight: pruned(.|\n)*unmasked='keep'"):
@@ -159,7 +159,7 @@ def test_a_dense_checkpoint_into_a_pruned_model_needs_leave(tmp_path):
 
 def names_when_wrapped(how: str) -> set[str]:
     torch._dynamo.reset()
-    model: nn.Module = fill(Net(EVEN_HIDDEN), "normal", "float32")
+    model: nn.Module = seeded(Net(EVEN_HIDDEN))
     if "ac" in how:
         model.l2 = checkpoint_wrapper(model.l2)
     if "ddp" in how:
@@ -188,7 +188,7 @@ def test_keys_have_no_wrapper_prefixes():
 
 def uneven_strided(path: str) -> tuple[list[str], bool]:
     """7 rows on a 3x2 mesh: DCP takes the shards of the last ranks for others."""
-    model = wrappings.wrap(fill(Net((6, 7, 7, 3)), "normal", "float32"), "fsdp2_tp-3x2")
+    model = wrappings.wrap(seeded(Net((6, 7, 7, 3))), "fsdp2_tp-3x2")
     before = {name: wrappings.local(value).clone() for name, value in model.state_dict().items()}
     dcp.save(model.state_dict(), checkpoint_id=path)
     loaded = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}

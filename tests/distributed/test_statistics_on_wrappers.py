@@ -450,37 +450,31 @@ def test_a_rank_without_a_batch_takes_part(wrapping):
         assert found == expected and num_bytes < 400
 
 
-def experts_in_mixed_precision(implementation: str) -> list[str]:
-    """Weights are gathered in another dtype, layer by layer and with the experts on their own."""
+def experts_differences(implementation: str, is_sharded: bool) -> list[str]:
+    """Weights that are gathered in another dtype, layer by layer and with the experts on their own;
+
+    or whole experts: ranks of a tensor-parallel group have the same tokens, and one counts.
+    """
     warnings.simplefilter("ignore")
-    model, policy = experts_net(implementation), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for layer in (model.first, model):
-        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    model, mesh = experts_net(implementation), init_device_mesh("cpu", (2,))
     parts = [(tokens_of(part), None) for part in range(2)]
+    mine = [parts[dist.get_rank()]] if is_sharded else parts
+    if is_sharded:
+        for layer in (model.first, model):
+            fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    else:
+        plan = {"l1": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, mesh, plan)
     whole = Side(experts_net(), parts, dist.new_subgroups(1)[0])
-    found = totals_of(Side(model, [parts[dist.get_rank()]]).statistics(SUM))
-    expected = totals_of(whole.statistics(SUM))
+    found, expected = (totals_of(side.statistics(SUM)) for side in (Side(model, mine), whole))
     return [] if found == expected else [f"{found}, not {expected}"]
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_experts_in_mixed_precision(implementation):
-    assert_nothing_wrong(run_ranks(experts_in_mixed_precision, 2, implementation))
-
-
-def experts_beside_tensor_parallelism() -> list[str]:
-    """Ranks of a tensor-parallel group have the same tokens: one counts."""
-    warnings.simplefilter("ignore")
-    model, tokens = experts_net(), [(tokens_of(1), None)]
-    plan = {"l1": ColwiseParallel(output_layouts=Replicate())}
-    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-    whole = Side(experts_net(), tokens, dist.new_subgroups(1)[0])
-    found, expected = (totals_of(side.statistics(SUM)) for side in (Side(model, tokens), whole))
-    return [] if found == expected else [f"{found}, not {expected}"]
-
-
-def test_whole_experts_beside_tensor_parallelism():
-    assert_nothing_wrong(run_ranks(experts_beside_tensor_parallelism, 2))
+@pytest.mark.parametrize(
+    ("implementation", "is_sharded"), [("eager", True), ("grouped_mm", True), ("eager", False)]
+)
+def test_experts_in_mixed_precision_and_beside_tensor_parallelism(implementation, is_sharded):
+    assert_nothing_wrong(run_ranks(experts_differences, 2, implementation, is_sharded))
 
 
 def spread_experts() -> tuple[str, int]:

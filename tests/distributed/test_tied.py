@@ -17,7 +17,7 @@ from distprune import checkpoint
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, other_errors, outcome
-from helpers.models import UNEVEN, fill
+from helpers.models import UNEVEN, seeded
 from helpers.random_sequences.plans import TiedNet
 
 TOKENS = torch.tensor([0, 3, 6, 2])
@@ -30,7 +30,7 @@ def mask_of(seed: int) -> torch.Tensor:
 
 
 def pruned(how: str, library=prune) -> nn.Module:
-    model = fill(TiedNet(UNEVEN), "normal", "float32")
+    model = seeded(TiedNet(UNEVEN))
     if how == "together and one more":
         own = torch.distributed.new_subgroups(1)[0]
         pairs = prune.select(model, "embedding")
@@ -81,7 +81,7 @@ def test_masks_that_differ_are_not_saved(how):
 
 
 def prepared(wrapping: str) -> list[str]:
-    model = wrappings.wrap(fill(TiedNet(UNEVEN), "normal", "float32", 5), wrapping)
+    model = wrappings.wrap(seeded(TiedNet(UNEVEN), 5), wrapping)
     keys = ["embedding.weight", "head.weight_orig", "head.weight_mask", "hidden.weight"]
     found = outcome(model, lambda: checkpoint.prepare_for_load(model, keys))
     return other_errors([found], "ValueError", "head.weight(.|\n)*embedding.weight")
@@ -94,7 +94,7 @@ def test_a_state_dict_with_one_name_pruned(wrapping):
 
 def under_any_name(wrapping: str, listed: str, scored: str) -> list[str]:
     """The scores of a tied parameter are found, whichever of its names they are given under."""
-    model = fill(TiedNet(UNEVEN), "normal", "float32")
+    model = seeded(TiedNet(UNEVEN))
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand(7, 4, generator=generator)
     keep = reference.prune([scores], 10)[0]
@@ -115,7 +115,7 @@ def test_scores_under_any_name_of_a_tied_parameter(wrapping, listed):
 
 
 def contradictory() -> str:
-    model = fill(TiedNet(UNEVEN), "normal", "float32")
+    model = seeded(TiedNet(UNEVEN))
     pairs = prune.select(model, "embedding.weight")
     scores = {
         (model.embedding, "weight"): torch.ones(7, 4),

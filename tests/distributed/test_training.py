@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.models import Net, fill
+from helpers.models import Net, seeded
 from helpers.random_sequences.plans import Plan, do, global_l1
 from helpers.random_sequences.run import assert_nothing_differs
 from helpers.random_sequences.state import OPTIMIZERS
@@ -158,7 +158,7 @@ def test_masks_survive(wrapping):
 
 
 def mask_of_another_layout() -> str:
-    model = wrappings.wrap(fill(Net(), "normal", "float32"), "fsdp2_root-2")
+    model = wrappings.wrap(seeded(Net()), "fsdp2_root-2")
     prune.l1_unstructured(model.l1, "weight", 0.5)
     model(torch.ones(2, 6)).sum().backward()
     model.l1.weight_mask = torch.ones(10, 6)

@@ -23,12 +23,12 @@ from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, raised
-from helpers.models import Net, fill
+from helpers.models import Net, seeded
 from helpers.sampling import on_each
 
 
 def make(wrapping: str) -> nn.Module:
-    model = fill(Net(wrappings.runnable_sizes(wrapping)), "normal", "float32")
+    model = seeded(Net(wrappings.runnable_sizes(wrapping)))
     return wrappings.wrap(model, wrapping)
 
 
@@ -155,7 +155,7 @@ NAME = "l1.weight"
 
 
 def make_of_mutations(wrapping: str) -> nn.Module:
-    model = wrappings.wrap(fill(Net(SIZES), "normal", "float32"), wrapping)
+    model = wrappings.wrap(seeded(Net(SIZES)), wrapping)
     prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
     return model
 
@@ -205,7 +205,7 @@ def assign_whole(model, kind):
 
 def wrap_anew(model, kind):
     """A model that was pruned first and wrapped second, without masks_aside."""
-    plain = fill(Net(SIZES), "normal", "float32")
+    plain = seeded(Net(SIZES))
     prune.global_unstructured(prune.select(plain), prune.L1Unstructured, amount=0.5)
     if kind != "tp":
         return wrappings.wrap(plain, f"{kind}-2")

@@ -14,13 +14,7 @@ from distprune.statistics import ActivationStatistics, GramMatrices, prune_seque
 from distprune.testing import run_ranks
 from helpers.models import target
 from helpers.sampling import every
-from helpers.tiny_language_model import (
-    save_tiny_llama,
-    save_tiny_mixtral,
-    tiny_llama,
-    windows_of,
-    write_text,
-)
+from helpers.tiny_language_model import save_tiny_mixtral, tiny_llama, windows_of
 from helpers.wrappings import whole
 
 
@@ -44,12 +38,9 @@ def prune_blocks(folder, wrap, name="llama"):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("block_by_block")
-    save_tiny_llama(folder / "llama")
-    save_tiny_mixtral(folder / "mixtral")
-    write_text(folder / "text.txt", 400)
-    return folder
+def folder(llama_and_text):
+    save_tiny_mixtral(llama_and_text / "mixtral")
+    return llama_and_text
 
 
 @pytest.mark.slow
@@ -153,23 +144,21 @@ def test_updated_weights_on_ranks_are_those_of_one_process(folder, wrap):
             assert (found[key] - right).abs().max() <= 1e-5 * right.abs().max()
 
 
-def test_layers_that_do_not_run_one_by_one_are_refused(folder):
-    model = tiny_llama()
-    windows = windows_of(folder, 2)
-    statistics = ActivationStatistics(language_models.linear_layers(model))
+def test_what_does_not_run_block_by_block_is_refused(folder):
+    """Layers that need the whole model, and a parameter that is in no block."""
+    model, windows = tiny_llama(), windows_of(folder, 2)
+
+    def pruned(pairs):
+        statistics = ActivationStatistics(pairs)
+        language_models.prune_block_by_block(model, windows, statistics, lambda pairs: None)
+
     with (
         mock.patch.object(hidden_states, "_runs_alone", lambda block: False),
         pytest.raises(NotImplementedError, match="prune_sequentially runs the whole model"),
     ):
-        language_models.prune_block_by_block(model, windows, statistics, lambda pairs: None)
-
-
-def test_a_parameter_outside_of_the_blocks_is_refused(folder):
-    model = tiny_llama()
-    windows = windows_of(folder, 2)
-    statistics = ActivationStatistics(prune.select(model, types=torch.nn.Linear, everything=True))
+        pruned(language_models.linear_layers(model))
     with pytest.raises(ValueError, match="no block"):
-        language_models.prune_block_by_block(model, windows, statistics, lambda pairs: None)
+        pruned(prune.select(model, types=torch.nn.Linear, everything=True))
 
 
 @pytest.mark.slow

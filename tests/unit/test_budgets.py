@@ -18,7 +18,7 @@ from distprune.base.amount import Bounded, to_bounds
 from distprune.budgets import divided, lines_of, owl_lines
 from distprune.schedule import Linear, ScheduledPruner
 from helpers import reference
-from helpers.models import HARD, Net, fill, values
+from helpers.models import HARD, Net, seeded, values
 from helpers.sampling import num_examples
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight"]  # 60, 50 and 15 elements
@@ -203,7 +203,7 @@ def test_owl_by_block():
 
 
 def pruned(amount, model=None, **options):
-    model = model or fill(Net(), "normal", "float32")
+    model = model or seeded(Net())
     amount = amount(prune.select(model)) if callable(amount) else amount
     report = prune.global_unstructured(
         prune.select(model), prune.L1Unstructured, amount=amount, **options
@@ -242,7 +242,7 @@ def test_budgets_take_bounds():
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_mapping_gives_the_total(by_name):
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     shares = {"l1.weight": 0.05, "l2.weight": 0.5, "l3.weight": Fraction(1, 3)}
     if not by_name:
         shares = {(getattr(model, name[:2]), "weight"): share for name, share in shares.items()}
@@ -287,7 +287,7 @@ def test_tied_parameters_are_one():
 def steps(budget, **options):
     """Per step of a schedule, the counts of all parameters."""
     pruner = ScheduledPruner(
-        prune.select(fill(Net(), "normal", "float32")),
+        prune.select(seeded(Net())),
         Linear(begin=0, end=3, frequency=1, final_sparsity=0.6),
         budget=budget,
         **options,
@@ -400,7 +400,7 @@ def test_bounds_are_decimals(n, low, high, counts):
 
 def test_keys_of_a_mapping():
     """By pair or by name, in any mix."""
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     targets = prune.select(model)
     report = prune.global_unstructured(
         targets, prune.L1Unstructured, amount=40,

@@ -6,7 +6,7 @@ from torch import nn
 
 import distprune as prune
 from distprune import criteria, dynamic, schedule
-from helpers.models import Net, fill
+from helpers.models import Net, seeded
 
 
 def scheduled(parameters):
@@ -34,7 +34,7 @@ TAKES_PAIRS = {
     [(nn.Linear(2, 2), "is a Linear; expected"), (("l1", 3), "is a pair of str and int; expected")],
 )
 def test_what_is_no_pair_is_refused_by_its_place_in_the_list(name, wrong, found):
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     with pytest.raises(TypeError, match=r"\[1\]\)? " + found):
         TAKES_PAIRS[name]([prune.select(model)[0], wrong])
     assert not prune.is_pruned(model)

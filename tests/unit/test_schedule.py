@@ -16,7 +16,7 @@ import distprune as prune
 from distprune import schedule
 from distprune.call import run
 from helpers import reference
-from helpers.models import Net, fill
+from helpers.models import Net, seeded
 from helpers.sampling import num_examples
 
 STEPS = st.integers(0, 60)
@@ -162,7 +162,7 @@ def test_a_due_step_reads_the_parameters_once(scores, num_reads, monkeypatch):
     """Unless there are scores: a function for them may change the model before they are used."""
     reads, read = [], run.read_parameters
     monkeypatch.setattr(run, "read_parameters", lambda *args: (reads.append(args), read(*args))[1])
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     pruner = schedule.ScheduledPruner(
         weights(model), schedule.OneShot(0, 0.5), importance_scores=scores
     )
@@ -171,7 +171,7 @@ def test_a_due_step_reads_the_parameters_once(scores, num_reads, monkeypatch):
 
 
 def test_nothing_is_pruned_where_the_model_is_pruned_further_already():
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     prune.global_unstructured(weights(model), prune.L1Unstructured, amount=0.6)
     before = zeros(weights(model))
     pruner = schedule.ScheduledPruner(weights(model), schedule.Linear(0, 4, 1, 0.8))
@@ -182,7 +182,7 @@ def test_nothing_is_pruned_where_the_model_is_pruned_further_already():
 
 
 def test_a_decreasing_function_takes_nothing_back():
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     values = [0.2, 0.5, 0.3, 0.5, 0.6]
     pruner = schedule.ScheduledPruner(weights(model), schedule.Function(values.__getitem__))
     done = [pruner.step() is not None for _ in values[:3]]
@@ -191,7 +191,7 @@ def test_a_decreasing_function_takes_nothing_back():
 
 
 def test_a_step_that_fails_does_not_count():
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     answers = iter([math.nan, 0.5, 0.5])
     pruner = schedule.ScheduledPruner(weights(model), schedule.Function(lambda step: next(answers)))
     with pytest.raises(ValueError, match=r"fn\(0\)=nan"):
@@ -203,7 +203,7 @@ def test_a_step_that_fails_does_not_count():
     def no_scores():
         raise LookupError("no gradients yet")
 
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     pruner = schedule.ScheduledPruner(
         weights(model), schedule.OneShot(0, 0.5), importance_scores=no_scores
     )
@@ -214,7 +214,7 @@ def test_a_step_that_fails_does_not_count():
 
 
 def test_scores_are_asked_for_when_something_is_pruned():
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     calls = []
 
     def scores():
@@ -236,7 +236,7 @@ def test_scores_are_asked_for_when_something_is_pruned():
 @pytest.mark.parametrize("end", [11, None])
 def test_floors_hold_once_the_target_suffices_for_them(end):
     """On the way there no parameter is pruned beyond its floor; ceilings hold all the way."""
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     with torch.no_grad():  # else no bound would be met
         model.l1.weight.mul_(0.1)
         model.l3.weight.mul_(10)
@@ -274,7 +274,7 @@ def test_floors_hold_once_the_target_suffices_for_them(end):
 def test_the_state_is_plain_and_says_what_differs():
     import json
 
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     pruner = schedule.ScheduledPruner(
         prune.select(model, everything=True), schedule.OneShot(0, 1 / 3)
     )
@@ -320,7 +320,7 @@ def test_bad_pruners(parameters, arguments, error, text):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_a_copy_prunes_the_copy_of_the_model(copied):
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     targets = prune.select(model)
     pruner = schedule.ScheduledPruner(targets, schedule.OneShot(0, 0.5), max_sparsity=0.9)
     other, its_model = copied((pruner, model))

@@ -7,7 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import distprune as prune
 from distprune import budgets, schedule
-from helpers.models import Net, fill
+from helpers.models import Net, seeded
 
 HALF = dict.fromkeys(["l1.weight", "l2.weight", "l3.weight"], 0.5)  # of 60, 50 and 15 elements
 SCOPES = "scope='column'; expected 'global', 'layer' or 'row'"
@@ -66,7 +66,7 @@ def of_method(method, what, **options):
     ],
 )
 def test_errors_say_what_was_expected(arguments, message, error):
-    model = fill(Net(), "normal", "float32")
+    model = seeded(Net())
     arguments = {"pruning_method": prune.L1Unstructured, **arguments}
     with pytest.raises(error, match=message):
         prune.global_unstructured(prune.select(model), **arguments)
