@@ -5,7 +5,7 @@ The oracle is numpy's partition on the bits of all magnitudes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,26 +191,20 @@ def oracle(values: Sequence[Tensor], amount: float | int) -> Expected:
     return Expected(count, threshold.item(), num_ties, count - num_below)
 
 
-def expected_masks(values: Sequence[Tensor], expected: Expected) -> Iterator[np.ndarray]:
-    """The exact mask of every parameter, one after the other: flat, bool, True = keep."""
-    cut = _bits(torch.tensor([expected.threshold], dtype=values[0].dtype))[0]
-    num_ties_left = expected.num_ties_pruned
-    for value in values:
-        bits = _bits(value)
-        keep = bits >= cut
-        ties = np.flatnonzero(bits == cut)[:num_ties_left]
-        keep[ties] = False
-        num_ties_left -= ties.size
-        yield keep
-
-
 def check_masks(values: Sequence[Tensor], found: Sequence[Tensor], expected: Expected) -> None:
     """Every bit of every mask.
 
     Raises:
         CheckFailed: names the parameter, and how many elements differ.
     """
-    for which, keep in enumerate(expected_masks(values, expected)):
+    cut = _bits(torch.tensor([expected.threshold], dtype=values[0].dtype))[0]
+    num_ties_left = expected.num_ties_pruned
+    for which, value in enumerate(values):
+        bits = _bits(value)
+        keep = bits >= cut
+        ties = np.flatnonzero(bits == cut)[:num_ties_left]
+        keep[ties] = False
+        num_ties_left -= ties.size
         num_wrong = int(np.count_nonzero(keep != _keep(found[which])))
         if num_wrong:
             raise CheckFailed(

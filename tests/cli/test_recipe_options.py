@@ -41,11 +41,6 @@ def recipe_of(run, source):
     return lambda *given: run("plan", source, *given, "--json").json["recipe"]
 
 
-def write(path, text):
-    path.write_text(text)
-    return path
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -116,10 +111,8 @@ def test_what_is_said_of_a_normalization(run, source, tmp_path):
 
 
 def test_statistics_and_budgets_beside_a_recipe(run, recipe_of, source, statistics, tmp_path):
-    path = write(
-        tmp_path / "recipe.yaml",
-        "score: wanda\nstatistics: stats.safetensors\nscope: layer\nsparsity: 0.5\n",
-    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text("score: wanda\nstatistics: stats.safetensors\nscope: layer\nsparsity: 0.5\n")
     assert recipe_of("-r", path)["score"] == "wanda"
     contradicted = run("plan", source, "-r", path, "--score", "magnitude")
     assert contradicted.code == 2 and "have no effect without score" in contradicted.err

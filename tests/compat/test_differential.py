@@ -269,13 +269,9 @@ def test_a_mask_of_factors_is_multiplied_in(device):
 
 @pytest.mark.parametrize("amount", [0, 7, 0.5, 1.0])
 def test_mixed_dtypes(amount, device):
-    theirs = nn.ModuleList(
-        [
-            fill_distinct(nn.Linear(4, 5), torch.float32, 0),
-            fill_distinct(nn.Linear(4, 5), torch.float64, 1),
-            fill_distinct(nn.Linear(4, 5), torch.float32, 2),
-        ]
-    ).to(device)
+    dtypes = enumerate((torch.float32, torch.float64, torch.float32))
+    layers = [fill_distinct(nn.Linear(4, 5), dtype, seed) for seed, dtype in dtypes]
+    theirs = nn.ModuleList(layers).to(device)
     with torch.no_grad():
         theirs[1].weight.mul_(1.01)
         theirs[2].weight.mul_(1.03)

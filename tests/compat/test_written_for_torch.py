@@ -174,24 +174,17 @@ def test_calls_that_work_only_here(make, call, error):
         assert torch.equal(module.weight_mask, plain.weight_mask) or call is RANDOM
 
 
-def removed_as_callbacks_do(library: Any, module: nn.Module) -> nn.Module:
-    """Lightning's callback makes pruning permanent with the hooks themselves."""
-    for key in list(module._forward_pre_hooks):
-        hook = module._forward_pre_hooks[key]
-        if isinstance(hook, library.BasePruningMethod):
-            hook.remove(module)
-            del module._forward_pre_hooks[key]
-    return module
-
-
 def test_hooks_can_be_removed_by_hand():
+    """As Lightning's callback does, which makes pruning permanent with the hooks themselves."""
     theirs = fill_distinct(nn.Linear(6, 5), torch.float32, seed=0)
     ours = twin(theirs)
     for library, module in ((torch_prune, theirs), (distprune, ours)):
         library.l1_unstructured(module, "weight", 0.5)
         library.l1_unstructured(module, "weight", 0.5)
         library.random_unstructured(module, "bias", 2)
-        removed_as_callbacks_do(library, module)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            hook.remove(module)
+            del module._forward_pre_hooks[key]
     assert not ours._forward_pre_hooks
     assert torch.equal(ours.weight, theirs.weight)
     assert int((ours.bias == 0).sum()) == 2

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -49,9 +50,8 @@ def error_of_an_outsider() -> str:
     group = dist.new_group([0, 1])
     model = seeded(Net())
     pairs = [(model.l1, "weight")]
-    return raised(
-        lambda: prune.global_unstructured(pairs, prune.L1Unstructured, group=group, amount=0.5)
-    )
+    options = {"group": group, "amount": 0.5}
+    return raised(partial(prune.global_unstructured, pairs, prune.L1Unstructured, **options))
 
 
 def test_a_rank_outside_the_group_is_told_so():
@@ -140,13 +140,10 @@ def wrong_inside_a_call(wrapping: str, where: str) -> list[str]:
     other, other_targets = model_and_targets("plain-2")
     refused: list[tuple[str, str, list[str]]] = []
 
+    call = partial(prune.global_unstructured, other_targets, prune.L1Unstructured, amount=0.5)
+
     def second() -> None:
-        refused.append(
-            outcome(
-                other,
-                lambda: prune.global_unstructured(other_targets, prune.L1Unstructured, amount=0.5),
-            )
-        )
+        refused.append(outcome(other, call))
 
     def in_thread() -> None:
         thread = threading.Thread(target=second)

@@ -21,14 +21,8 @@ from helpers.models import Net, seeded, target
 
 NAMES = ["l1.weight", "l2.weight"]
 WRAPPINGS = [
-    "fsdp2-2",
-    "fsdp2_root-3",
-    "hsdp-2x2",
-    "fsdp2_tp-2x2",
-    "tp-2",
-    "fsdp1-2",
-    "fsdp1_flat-2",
-]
+    "fsdp2-2", "fsdp2_root-3", "hsdp-2x2", "fsdp2_tp-2x2", "tp-2", "fsdp1-2", "fsdp1_flat-2",
+]  # fmt: skip
 OPTIMIZERS = {
     "foreach": lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1, foreach=True),
     "loop": lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1, foreach=False),
@@ -41,7 +35,7 @@ class Case:
     """A model that was trained, and pruned then."""
 
     def __init__(self, wrapping: str):
-        sizes = wrappings.runnable_sizes(wrapping)
+        self.sizes = sizes = wrappings.runnable_sizes(wrapping)
         self.wrapping, self.x = wrapping, torch.ones(4, sizes[0])
         self.dense = seeded(Net(sizes), 3)
         self.indices = wrappings.local_indices(self.dense, wrapping)
@@ -82,9 +76,7 @@ class Case:
 
     def states(self) -> tuple[dict, dict]:
         """The model's state dict, and that of another dense model, laid out like it."""
-        other = wrappings.wrap(
-            seeded(Net(wrappings.runnable_sizes(self.wrapping)), 3), self.wrapping
-        )
+        other = wrappings.wrap(seeded(Net(self.sizes), 3), self.wrapping)
         return get_model_state_dict(self.model), get_model_state_dict(other)
 
 

@@ -43,18 +43,16 @@ def pruned(how: str, library=prune) -> nn.Module:
 
 def refused(wrapping: str, what: str, how: str) -> list[str]:
     model = pruned(how)
+    pairs = [(model.head, "weight")]
     call = {
         "masks_aside": lambda: prune.masks_aside(model).__enter__(),
-        "pruned again": lambda: prune.global_unstructured(
-            [(model.head, "weight")], prune.L1Unstructured, amount=0.1
-        ),
+        "pruned again": lambda: prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.1),
     }[what]
     if what != "masks_aside":
         model = wrappings.wrap(model, wrapping)
     kind, text, changed = outcome(model, call)
-    is_told = kind in ("ValueError", "RuntimeError") and re.search(
-        f"({TEXT})(.|\n)*(tied|masks_aside)", text
-    )
+    words = f"({TEXT})(.|\n)*(tied|masks_aside)"
+    is_told = kind in ("ValueError", "RuntimeError") and re.search(words, text)
     return changed + [f"{kind}: {text}"] * (not is_told)
 
 

@@ -164,20 +164,16 @@ def inner(model: nn.Module, name: str) -> nn.Module:
     return dict(named_modules(model))[name]
 
 
-def values(tensor: Tensor) -> Tensor:
-    return wrappings.local(tensor)
-
-
 def layer(model) -> nn.Module:
     return inner(model, "l1")
 
 
 def mask(model) -> Tensor:
-    return values(layer(model).weight_mask).view(-1)
+    return wrappings.local(layer(model).weight_mask).view(-1)
 
 
 def weight(model) -> Tensor:
-    return values(wrappings.stored(layer(model), "weight")).view(-1)
+    return wrappings.local(wrappings.stored(layer(model), "weight")).view(-1)
 
 
 def exchange(model, kind):
@@ -284,14 +280,11 @@ SKIPPED = [("fsdp1_flat", "assign"), ("fsdp1_flat", "share"), ("fsdp1", "assign"
 def calls_without_a_mask(model: nn.Module) -> list[str]:
     """What other calls say of a mask buffer that was deleted; nothing if they name it."""
     pruned = layer(model)
+    pairs = [(inner(model, name), "weight") for name in ("l2", "l1")]
     calls = {
         "select": lambda: prune.select(model, everything=True),
         "prune one": lambda: prune.l1_unstructured(pruned, "weight", 0.1),
-        "prune all": lambda: prune.global_unstructured(
-            [(inner(model, name), "weight") for name in ("l2", "l1")],
-            prune.L1Unstructured,
-            amount=0.1,
-        ),
+        "prune all": lambda: prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.1),
         "remove": lambda: prune.remove(pruned, "weight"),
         "forward": lambda: model(torch.ones(2, 6)),
     }

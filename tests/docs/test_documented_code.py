@@ -22,15 +22,6 @@ def name_of(page):
     return page.relative_to(ROOT).as_posix()
 
 
-def runnable(page):
-    """Blocks that are no file, and are not skipped."""
-    return [
-        block
-        for block in blocks_of(page, "python")
-        if block.included_file is None and not block.how.startswith(("skip:", "file="))
-    ]
-
-
 @pytest.fixture
 def folder(tmp_path):
     """A current folder for examples, with what they read of the checkout."""
@@ -52,7 +43,11 @@ def clean_process(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PYTHON, ids=name_of)
 def test_python_blocks_run(page, folder, clean_process):
-    blocks = runnable(page)
+    blocks = [
+        block
+        for block in blocks_of(page, "python")
+        if block.included_file is None and not block.how.startswith(("skip:", "file="))
+    ]
     write_files(blocks, folder)
     for num_ranks in sorted({block.num_ranks for block in blocks}):
         ours = [block for block in blocks if block.num_ranks == num_ranks]

@@ -233,7 +233,7 @@ def test_a_link_that_leads_nowhere_or_round(private_source, goal):
 # Headers, and metadata of masks, are read or refused by name.
 
 
-ONE_OF_HEADERS = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 def read(tmp_path, raw):
@@ -278,32 +278,20 @@ BROKEN = {
     "no JSON": (encode(b"{'x': 1}"), "not valid JSON"),
     "latin": (encode(b'{"\xe9": 1}'), "not valid JSON"),
     "deep": (encode(b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "not valid JSON"),
-    "overlap": (
-        encode({"x": ONE_OF_HEADERS, "y": ONE_OF_HEADERS | {"data_offsets": [4, 12]}}, bytes(12)),
-        "'y' is",
-    ),
-    "hole": (
-        encode({"x": ONE_OF_HEADERS | {"data_offsets": [4, 12]}}, bytes(12)),
-        "tensor 'x' is F32",
-    ),
-    "wrong shape": (encode({"x": ONE_OF_HEADERS | {"shape": [3]}}, bytes(8)), "that it needs"),
-    "overflow": (
-        encode({"x": ONE_OF_HEADERS | {"shape": [2**62, 2**62]}}, bytes(8)),
-        "that it needs",
-    ),
+    "overlap": (encode({"x": ENTRY, "y": ENTRY | {"data_offsets": [4, 12]}}, bytes(12)), "'y' is"),
+    "hole": (encode({"x": ENTRY | {"data_offsets": [4, 12]}}, bytes(12)), "tensor 'x' is F32"),
+    "wrong shape": (encode({"x": ENTRY | {"shape": [3]}}, bytes(8)), "that it needs"),
+    "overflow": (encode({"x": ENTRY | {"shape": [2**62, 2**62]}}, bytes(8)), "that it needs"),
     "beyond": (
-        encode({"x": ONE_OF_HEADERS | {"dtype": "X", "data_offsets": [0, 9]}}, bytes(8)),
+        encode({"x": ENTRY | {"dtype": "X", "data_offsets": [0, 9]}}, bytes(8)),
         "truncated",
     ),
-    "backwards": (encode({"x": ONE_OF_HEADERS | {"data_offsets": [8, 0]}}, bytes(8)), "'x' is F32"),
-    "negative": (
-        encode({"x": ONE_OF_HEADERS | {"data_offsets": [0, -88]}}, bytes(8)),
-        "has the sizes",
-    ),
-    "float": (encode({"x": ONE_OF_HEADERS | {"shape": [2.0]}}, bytes(8)), "has the sizes"),
-    "bool": (encode({"x": ONE_OF_HEADERS | {"shape": [True]}}, bytes(8)), "has the sizes"),
+    "backwards": (encode({"x": ENTRY | {"data_offsets": [8, 0]}}, bytes(8)), "'x' is F32"),
+    "negative": (encode({"x": ENTRY | {"data_offsets": [0, -88]}}, bytes(8)), "has the sizes"),
+    "float": (encode({"x": ENTRY | {"shape": [2.0]}}, bytes(8)), "has the sizes"),
+    "bool": (encode({"x": ENTRY | {"shape": [True]}}, bytes(8)), "has the sizes"),
     "no shape": (encode({"x": {"dtype": "F32"}}, bytes(8)), "malformed: 'shape'"),
-    "metadata": (encode({"__metadata__": [1], "x": ONE_OF_HEADERS}, bytes(8)), "malformed"),
+    "metadata": (encode({"__metadata__": [1], "x": ENTRY}, bytes(8)), "malformed"),
 }
 
 

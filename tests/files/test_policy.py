@@ -37,10 +37,6 @@ def make(tmp_path, tensors=LLAMA, **config):
     return tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
 
 
-def reasons(found):
-    return {entry.name: reason for entry, _, reason in found.verdicts}
-
-
 def test_the_default_selection_and_its_order(tmp_path):
     found = plan(make(tmp_path), raw_recipe(0.5))
     assert [t.entry.name for t in found.tensors] == [
@@ -51,7 +47,7 @@ def test_the_default_selection_and_its_order(tmp_path):
         "model.layers.10.self_attn.q_proj.weight",
     ]
     assert (found.num_elements, found.num_to_prune) == (192, 96)
-    assert {name: reason for name, reason in reasons(found).items() if reason} == {
+    assert {entry.name: reason for entry, _, reason in found.verdicts if reason} == {
         "model.embed_tokens.weight": "an embedding",
         "model.layers.0.self_attn.q_proj.bias": "fewer than 2 dimensions",
         "model.layers.0.input_layernorm.weight": "fewer than 2 dimensions",

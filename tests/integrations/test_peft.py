@@ -287,12 +287,6 @@ def shard(model, blocks, kind, root_is_base):
     return model
 
 
-def train_on_ranks(model):
-    """Steps on a batch that is divided over the ranks, if it can be."""
-    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    train(model, steps=3, tokens=TOKENS.chunk(size)[rank] if 4 % size == 0 else TOKENS)
-
-
 def trained_with_lora(kind, permanent, order, folder):
     """What a run saves and computes: outputs before and after merging, and their files."""
     base = pruned(tiny_llama()) if permanent else tiny_llama()
@@ -307,7 +301,9 @@ def trained_with_lora(kind, permanent, order, folder):
         prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.6)
     if order != "hold_first":
         hold_zeros(model)
-    train_on_ranks(model)
+    # The batch is divided over the ranks, if it can be.
+    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    train(model, steps=3, tokens=TOKENS.chunk(size)[rank] if 4 % size == 0 else TOKENS)
     before = outputs(model)
     save_adapter(model, f"{folder}/adapter")
     merged = merge_and_unload(model)

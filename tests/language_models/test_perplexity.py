@@ -285,15 +285,14 @@ def test_without_bos_the_first_token_of_a_window_is_not_predicted(tmp_path):
     assert windows.tokens.reshape(-1).tolist() == ids[: len(windows) * 16]
 
 
-def test_pieces_and_a_limit_change_no_token(tmp_path, monkeypatch):
+def test_pieces_change_no_token(tmp_path, monkeypatch):
     path = write_text(tmp_path / "a.txt", 2000)
     tokenizer = tiny_tokenizer()
     whole = read_windows(tokenizer, path, 16)
     monkeypatch.setattr("distprune.language_models.text._PIECE", 100)
-    pieces = read_windows(tokenizer, path, 16)
-    assert torch.equal(pieces.tokens, whole.tokens)
-    limited = read_windows(tokenizer, path, 16, limit=5)
-    assert torch.equal(limited.tokens, whole.tokens[:5])
+    for limit in (None, 5):
+        pieces = read_windows(tokenizer, path, 16, limit=limit)
+        assert torch.equal(pieces.tokens, whole.tokens[:limit])
 
 
 def test_text_without_line_breaks_is_cut_at_spaces_or_anywhere(tmp_path, monkeypatch):

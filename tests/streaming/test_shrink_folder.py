@@ -48,24 +48,20 @@ def assert_same(found, expected):
     assert [p.name for p in found.parent.glob(f"{found.name}.partial*")] == []
 
 
-@pytest.mark.parametrize("name", SHARES)
-def test_it_is_what_is_made_in_memory(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "windows"), [*((name, WINDOWS) for name in SHARES), ("LlamaForCausalLM", None)]
+)
+def test_it_is_what_is_made_in_memory(tmp_path, name, windows):
+    """Without text the smallest neurons go."""
     source, out = saved(tmp_path, name), tmp_path / "out"
     (source / "README.md").write_text("a card")
-    report = streamed(source, out, **SHARES[name])
-    assert report == in_memory(source, tmp_path / "right", **SHARES[name])
+    report = streamed(source, out, windows, **SHARES[name])
+    assert report == in_memory(source, tmp_path / "right", windows, **SHARES[name])
     assert_same(out, tmp_path / "right")
     told = []
     (tmp_path / "out.partial-text").mkdir()  # of a run that was killed at its very end
-    assert streamed(source, out, tell=told.append, **SHARES[name]) == report
+    assert streamed(source, out, windows, tell=told.append, **SHARES[name]) == report
     assert "is finished" in told[0] and not list(tmp_path.glob("out.*"))
-
-
-def test_without_text_the_smallest_neurons_go(tmp_path):
-    source = saved(tmp_path, "LlamaForCausalLM")
-    right = in_memory(source, tmp_path / "right", None, neurons=0.25)
-    assert streamed(source, tmp_path / "out", None, neurons=0.25) == right
-    assert_same(tmp_path / "out", tmp_path / "right")
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,6 @@ import distprune as prune
 from distprune import criteria, dynamic, schedule
 from helpers.models import Net, seeded
 
-
-def scheduled(parameters):
-    return schedule.ScheduledPruner(parameters, schedule.OneShot(0, 0.5))
-
-
 TAKES_PAIRS = {
     "global_unstructured": lambda pairs: prune.global_unstructured(
         pairs, prune.L1Unstructured, amount=0.5
@@ -22,7 +17,7 @@ TAKES_PAIRS = {
     "criteria": lambda pairs: criteria.Taylor(pairs, unit="global_batch"),
     "dense_gradients": lambda pairs: prune.dense_gradients(pairs).__enter__(),
     "rigl_step": lambda pairs: dynamic.rigl_step(pairs, 0.1),
-    "ScheduledPruner": scheduled,
+    "ScheduledPruner": lambda pairs: schedule.ScheduledPruner(pairs, schedule.OneShot(0, 0.5)),
     "verify": lambda pairs: prune.verify(Net(), expected=pairs),
     "global_mask": lambda pairs: prune.global_mask(pairs, 3),
 }

@@ -172,39 +172,27 @@ def test_where_it_may_be_called():
 
 ONES = torch.ones(2, 3)
 WRONG = [
-    ({"tensors": [], "k": 1}, ValueError, "parameters is empty"),
-    ({"tensors": [ONES], "k": 0.5}, TypeError, "as an integer"),
-    ({"tensors": [ONES], "k": -1}, ValueError, "k is -1, and 6"),
-    ({"tensors": [ONES], "k": 7}, ValueError, "k is 7, and 6 elements compete"),
-    ({"tensors": [ONES], "k": 1, "candidates": {"w": ONES}}, TypeError, "candidates is a dict"),
-    ({"tensors": [ONES], "k": 1, "scores": [ONES, ONES]}, ValueError, "2 scores for 1 parameters"),
-    (
-        {"tensors": [ONES], "k": 1, "scores": [torch.ones(3, 2)]},
-        ValueError,
-        r"scores has shape \(3, 2\)",
-    ),
-    ({"tensors": [ONES], "k": 1, "scores": "l1"}, TypeError, "scores is a str"),
-    ({"tensors": [ONES], "k": 1, "candidates": [ONES]}, TypeError, "expected bool tensors"),
-    (
-        {"tensors": [ONES], "k": 1, "candidates": [torch.ones(2) > 0]},
-        ValueError,
-        "candidates has shape",
-    ),
-    ({"tensors": {"w": ONES * math.nan}, "k": 1}, ValueError, "the scores of w (6 of 6) are NaN"),
-    ({"tensors": {"w": ONES * 1j}, "k": 1}, NotImplementedError, "w: scores of dtype torch.comp"),
-    (
-        {"tensors": {"w": ONES.to_sparse()}, "k": 1},
-        NotImplementedError,
-        "layout torch.sparse_coo on the cpu device",
-    ),
-    ({"tensors": {"w": ONES.to("meta")}, "k": 1}, NotImplementedError, "meta device"),
+    ([], 1, {}, ValueError, "parameters is empty"),
+    ([ONES], 0.5, {}, TypeError, "as an integer"),
+    ([ONES], -1, {}, ValueError, "k is -1, and 6"),
+    ([ONES], 7, {}, ValueError, "k is 7, and 6 elements compete"),
+    ([ONES], 1, {"candidates": {"w": ONES}}, TypeError, "candidates is a dict"),
+    ([ONES], 1, {"scores": [ONES, ONES]}, ValueError, "2 scores for 1 parameters"),
+    ([ONES], 1, {"scores": [torch.ones(3, 2)]}, ValueError, "scores has shape (3, 2)"),
+    ([ONES], 1, {"scores": "l1"}, TypeError, "scores is a str"),
+    ([ONES], 1, {"candidates": [ONES]}, TypeError, "expected bool tensors"),
+    ([ONES], 1, {"candidates": [torch.ones(2) > 0]}, ValueError, "candidates has shape"),
+    ({"w": ONES * math.nan}, 1, {}, ValueError, "the scores of w (6 of 6) are NaN"),
+    ({"w": ONES * 1j}, 1, {}, NotImplementedError, "w: scores of dtype torch.comp"),
+    ({"w": ONES.to_sparse()}, 1, {}, NotImplementedError, "torch.sparse_coo on the cpu device"),
+    ({"w": ONES.to("meta")}, 1, {}, NotImplementedError, "meta device"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "kind", "text"), WRONG)
-def test_refused_by_name(arguments, kind, text):
-    with pytest.raises(kind, match=text if "\\" in text else re.escape(text)):
-        global_mask(**arguments)
+@pytest.mark.parametrize(("tensors", "k", "options", "kind", "text"), WRONG)
+def test_refused_by_name(tensors, k, options, kind, text):
+    with pytest.raises(kind, match=re.escape(text)):
+        global_mask(tensors, k, **options)
 
 
 def test_a_parameter_that_is_listed_twice():

@@ -149,6 +149,10 @@ def weights(model):
     return prune.select(model, names=("weight", "bias"), everything=True)
 
 
+def pruner_of(model, plan, **options):
+    return schedule.ScheduledPruner(weights(model), plan, **options)
+
+
 def total(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -163,9 +167,7 @@ def test_a_due_step_reads_the_parameters_once(scores, num_reads, monkeypatch):
     reads, read = [], run.read_parameters
     monkeypatch.setattr(run, "read_parameters", lambda *args: (reads.append(args), read(*args))[1])
     model = seeded(Net())
-    pruner = schedule.ScheduledPruner(
-        weights(model), schedule.OneShot(0, 0.5), importance_scores=scores
-    )
+    pruner = pruner_of(model, schedule.OneShot(0, 0.5), importance_scores=scores)
     assert pruner.step() is not None
     assert len(reads) == num_reads
 
@@ -174,7 +176,7 @@ def test_nothing_is_pruned_where_the_model_is_pruned_further_already():
     model = seeded(Net())
     prune.global_unstructured(weights(model), prune.L1Unstructured, amount=0.6)
     before = zeros(weights(model))
-    pruner = schedule.ScheduledPruner(weights(model), schedule.Linear(0, 4, 1, 0.8))
+    pruner = pruner_of(model, schedule.Linear(0, 4, 1, 0.8))
     results = [pruner.step() for _ in range(5)]
     assert [report is None for report in results] == [True, True, True, True, False]
     assert results[-1].num_pruned_before == before == round(0.6 * total(model))
@@ -184,7 +186,7 @@ def test_nothing_is_pruned_where_the_model_is_pruned_further_already():
 def test_a_decreasing_function_takes_nothing_back():
     model = seeded(Net())
     values = [0.2, 0.5, 0.3, 0.5, 0.6]
-    pruner = schedule.ScheduledPruner(weights(model), schedule.Function(values.__getitem__))
+    pruner = pruner_of(model, schedule.Function(values.__getitem__))
     done = [pruner.step() is not None for _ in values[:3]]
     assert done == [True, True, False] and pruner.sparsity == 0.5
     assert [pruner.step() is not None for _ in values[3:]] == [False, True]
@@ -193,7 +195,7 @@ def test_a_decreasing_function_takes_nothing_back():
 def test_a_step_that_fails_does_not_count():
     model = seeded(Net())
     answers = iter([math.nan, 0.5, 0.5])
-    pruner = schedule.ScheduledPruner(weights(model), schedule.Function(lambda step: next(answers)))
+    pruner = pruner_of(model, schedule.Function(lambda step: next(answers)))
     with pytest.raises(ValueError, match=r"fn\(0\)=nan"):
         pruner.step()
     assert pruner.num_steps == 0 and pruner.sparsity == 0.0 and not prune.is_pruned(model)
@@ -204,9 +206,7 @@ def test_a_step_that_fails_does_not_count():
         raise LookupError("no gradients yet")
 
     model = seeded(Net())
-    pruner = schedule.ScheduledPruner(
-        weights(model), schedule.OneShot(0, 0.5), importance_scores=no_scores
-    )
+    pruner = pruner_of(model, schedule.OneShot(0, 0.5), importance_scores=no_scores)
     state = pruner.state_dict()
     with pytest.raises(LookupError, match="no gradients yet"):
         pruner.step()
@@ -222,9 +222,7 @@ def test_scores_are_asked_for_when_something_is_pruned():
         return {(m, n): -getattr(m, n + "_orig" if prune.is_pruned(m) else n).abs() + 10
                 for m, n in weights(model)}  # fmt: skip
 
-    pruner = schedule.ScheduledPruner(
-        weights(model), schedule.Linear(1, 5, 2, 0.5), importance_scores=scores
-    )
+    pruner = pruner_of(model, schedule.Linear(1, 5, 2, 0.5), importance_scores=scores)
     largest = max(float(p.detach().abs().max()) for p in model.parameters())
     for _ in range(8):
         pruner.step()

@@ -79,9 +79,8 @@ def test_stacked_matrices_need_input_dims():
     pairs = [(module, "experts")]
     with pytest.raises(ValueError, match="along which dimension its inputs lie is not known"):
         prune.global_unstructured(pairs, prune.L1Unstructured, pattern="2:4")
-    prune.global_unstructured(
-        pairs, prune.L1Unstructured, pattern="2:4", input_dims={(module, "experts"): 1}
-    )
+    along = {(module, "experts"): 1}
+    prune.global_unstructured(pairs, prune.L1Unstructured, pattern="2:4", input_dims=along)
     assert (module.experts_mask.sum(1) == 2).all()
 
 
