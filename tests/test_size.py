@@ -27,7 +27,7 @@ ROOMS = {
     "dynamic.py": (128, 1),
     "files": (2424, 13),
     "integrations": (782, 6),
-    "language_models": (1657, 10),
+    "language_models": (1658, 10),
     "layouts.py": (13, 1),
     "masks": (437, 3),
     "methods": (668, 4),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (492, 1),
     "wrappers": (1091, 8),
 }
-TOTAL = (19911, 120)
+TOTAL = (19912, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 27968, "launch": 831}
+FOLDERS = {"tests": 27967, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -53,7 +53,6 @@ class PruningCallback(PlannedPruning, Callback):
     Args:
         plan: a schedule; a recipe, or the path of one; or, for everything else, a function that
             makes a ``ScheduledPruner`` for the model that the strategy has wrapped.
-        include, exclude, types, names: what to prune, as for ``select``; with a schedule only.
         criterion: what ranks, instead of the magnitude: a class of ``distprune.criteria``
             (``Movement``, ``SNIP``), or a function of the (module, name) pairs
             (``functools.partial(criteria.Taylor, unit="global_batch")``). It sees the
@@ -61,7 +60,8 @@ class PruningCallback(PlannedPruning, Callback):
             and one optimizer only. Checkpoints have what it has collected; under FSDP and
             ModelParallel they cannot, and need ``Trainer(enable_checkpointing=False)``.
         reset_criterion: forget what the criterion has collected after each pruning.
-        options: other arguments of ``ScheduledPruner``: scope, pattern, ...; with a schedule only.
+        options: what to prune (include, exclude, types, names), as for ``select``, and other
+            arguments of ``ScheduledPruner`` (scope, pattern, ...); with a schedule only.
         permanent: make the zeros permanent when training ends: a checkpoint saved afterwards is
             that of an ordinary model. Checkpoints of the training keep their masks.
             ``distprune.checkpoint.fold(checkpoint["state_dict"])`` makes an ordinary state dict

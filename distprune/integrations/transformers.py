@@ -46,7 +46,6 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
     Args:
         plan: a schedule; a recipe, or the path of one; or, for everything else, a function that
             makes a ``ScheduledPruner`` for the model that the Trainer has prepared.
-        include, exclude, types, names: what to prune, as for ``select``; with a schedule only.
         criterion: what ranks, instead of the magnitude: a class of ``distprune.criteria``
             (``Movement``, ``SNIP``), or a function of the (module, name) pairs
             (``functools.partial(criteria.Taylor, unit="global_batch")``). It sees the
@@ -54,7 +53,8 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             large gradient count less, unless ``max_grad_norm=0``. With a schedule only.
             Checkpoints have what it has collected.
         reset_criterion: forget what the criterion has collected after each pruning.
-        options: other arguments of ``ScheduledPruner``: scope, pattern, ...; with a schedule only.
+        options: what to prune (include, exclude, types, names), as for ``select``, and other
+            arguments of ``ScheduledPruner`` (scope, pattern, ...); with a schedule only.
         permanent: make the zeros permanent when training ends, so that ``save_model`` writes an
             ordinary model. Checkpoints of the training keep their masks. If False, call
             :meth:`make_permanent` before saving for others, or save with

@@ -66,7 +66,6 @@ def test_links_of_the_readme_lead_to_pages_and_headings():
             assert anchor in {"-".join(title).lower() for title in words}, target
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("mkdocs")
