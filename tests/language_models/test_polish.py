@@ -93,6 +93,22 @@ def test_a_step_is_one_of_adam(llama_and_text):
         assert torch.allclose(right, module.weight_orig, atol=1e-7)
 
 
+def test_autocast_computes_with_the_weights_of_each_step(llama_and_text):
+    """Autocast keeps what it has made of weights until it ends."""
+    made = []
+    for keeps in (True, False):
+        dense = tiny_llama()
+        model = copy.deepcopy(dense)
+        pairs = prune.select(model)
+        for module, name in pairs:
+            getattr(module, name).data.mul_(1.5)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps):
+            losses = language_models.polish(model, dense, windows_of(llama_and_text, 6), pairs)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        made.append((losses, [getattr(*pair).tolist() for pair in pairs]))
+    assert made[0] == made[1] and losses[-1] < losses[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrap", "num_ranks"), [("none", 2), ("ddp", 2), ("fsdp2", 2), ("tp", 2)])
 def test_ranks_do_what_one_process_does(llama_and_text, polished_alone, wrap, num_ranks):
