@@ -39,14 +39,14 @@ ROOMS = {
     "selftest.py": (322, 1),
     "shards": (786, 5),
     "statistics": (1365, 6),
-    "streaming": (1440, 7),
+    "streaming": (1443, 7),
     "testing.py": (211, 1),
     "verification.py": (492, 1),
     "wrappers": (1091, 8),
 }
-TOTAL = (19912, 120)
+TOTAL = (19915, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 27967, "launch": 831}
+FOLDERS = {"tests": 27989, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -313,9 +313,11 @@ class Passes(LayerPasses):
                 dense.move_on(number)
 
         saved = work.path / "polish.pt"
+        has_bf16 = self.streamed.model.dtype == torch.bfloat16
+        dtype = torch.bfloat16 if has_bf16 else torch.float32  # of what is not trained
 
         def begin() -> tuple[StreamedModel, StoredLayers, dict[str, Any]]:
-            model = StreamedModel(self.streamed.checkpoint.folder, torch.float32, settings.device)
+            model = StreamedModel(self.streamed.checkpoint.folder, dtype, settings.device)
             model.entries |= _entries_in(work.folder("values"))
             state = torch.load(saved, "cpu") if saved.exists() else {}
             return model, StoredLayers(model, settings.recipe), state
@@ -326,11 +328,12 @@ class Passes(LayerPasses):
         finished = reporter("polish", settings.polish, settings.progress, "steps")
         finished(len(state.get("losses", [])))
         parameters = list(itertools.chain(*stored.parameters))
-        has_bf16 = self.streamed.model.dtype == torch.bfloat16
-        autocast = torch.autocast(settings.device.type, torch.bfloat16, enabled=has_bf16)
+        autocast = torch.autocast(settings.device.type, dtype, enabled=has_bf16)
         with streamed.whole() as model, autocast:
             for module, name in parameters:
-                module.get_parameter(name).requires_grad_(True)
+                weight = module.get_parameter(name)
+                weight.data = weight.data.float()
+                weight.requires_grad_(True)
             communicator.run(lambda: _attach(stored, parameters, masks, zeros_too=True))
 
             def teach(rows: slice) -> Prediction:

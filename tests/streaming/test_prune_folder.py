@@ -147,6 +147,17 @@ def test_a_polishing_is_stopped_at_a_step(polished, tmp_path, monkeypatch, step)
     assert set(other_files(out, polished / "polished")) <= {"distprune/report.json"}
 
 
+def test_what_is_trained_of_a_bfloat16_model_is_float32(polished, tmp_path):
+    """Steps of 5e-5 would be lost in most weights of bfloat16."""
+    made = []
+    for dtype in (torch.float32, torch.bfloat16):
+        out = tmp_path / str(dtype)
+        run(polished, out, dtype=dtype, polish=12, batch_size=4)
+        made.append(torch.tensor(read_report(out).inputs["update"]["polish"]["losses"]))
+    assert torch.allclose(*made, rtol=0.05) and not torch.equal(*made)
+    assert bool((made[1][-3:] < made[1][:3]).all())  # of the same windows
+
+
 def test_polishing_is_that_of_the_whole_model(polished, tmp_path):
     """Of the folder without it, towards the source; masks are the same, zeros of either stay."""
     run(polished, tmp_path / "plain", **POLISHED | {"polish": 0})
