@@ -22,7 +22,7 @@ ROOMS = {
     "budgets.py": (212, 1),
     "call": (791, 5),
     "checkpoint.py": (208, 1),
-    "cli": (1222, 8),
+    "cli": (1241, 8),
     "criteria": (675, 3),
     "dynamic.py": (128, 1),
     "files": (2424, 13),
@@ -39,14 +39,14 @@ ROOMS = {
     "selftest.py": (322, 1),
     "shards": (786, 5),
     "statistics": (1365, 6),
-    "streaming": (1443, 7),
+    "streaming": (1466, 7),
     "testing.py": (211, 1),
     "verification.py": (492, 1),
     "wrappers": (1091, 8),
 }
-TOTAL = (19915, 120)
+TOTAL = (19957, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 27989, "launch": 831}
+FOLDERS = {"tests": 27998, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

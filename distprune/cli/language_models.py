@@ -412,6 +412,7 @@ class ShrinkOptions(CalibrationRunOptions, RanksOptions):
     unseen_first: bool = Field(
         False, description="Experts to which no token comes go first, in place of last."
     )
+    plan: bool = Field(False, description="Only show what is left; read headers, write nothing.")
     discard: bool = Field(False, description="Only remove the unfinished result beside OUT.")
 
 
@@ -428,13 +429,16 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
     fits. Several processes share the text. After an interruption the same command continues.
 
     \b
-    distprune shrink Qwen3-0.6B Qwen3-0.6B-small --neurons 0.2
+    distprune shrink Qwen3-0.6B Qwen3-0.6B-small --neurons 0.2 --plan
     distprune shrink MODEL OUT --neurons 0.2 --text train.txt --eval held-out.txt
     distprune shrink Qwen3-30B-A3B OUT --experts 0.25
     """
     terminal = given.terminal()
     if given.discard:
         return discard_unfinished(terminal, out)
+    shares: Any = given.model_dump(include={"neurons", "experts", "round_to"})
+    if given.plan:
+        return _show_sizes(terminal, given, model, shares)
     ranks = ranks_with_text(given, model, given.timeout, terminal)
     with ranks as (kind, tokenizer, read, meter), translated(SelectionError):
         from distprune import streaming
@@ -444,7 +448,6 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
         length, dtype = given.length_for(model), given.torch_dtype()
         run: Any = {"batch_size": given.batch_size, "dtype": dtype, "device": kind}
         run["progress"] = meter.show
-        shares: Any = given.model_dump(include={"neurons", "experts", "round_to", "unseen_first"})
         (windows, evaluation), own_text = given.read(read), None
         needs, room = streaming.memory_of_own_text(model, length, dtype), streaming.room_of(kind)
         if given.writes_own_text(model, needs, room, "--no-own-text: the smallest neurons go"):
@@ -455,6 +458,7 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
             windows,
             own_text=own_text,
             update=given.update != "none",
+            unseen_first=given.unseen_first,
             tell=terminal.note,
             **shares,
             **run,
@@ -473,6 +477,25 @@ def shrink(given: ShrinkOptions, model: Path, out: Path) -> None:
         terminal.json({"model": str(model), "quality": quality, **asdict(report)})
     for line in () if given.as_json else [*str(report).splitlines(), quality]:
         terminal.text(line)
+
+
+def _show_sizes(
+    terminal: Terminal, given: ShrinkOptions, model: Path, shares: dict[str, Any]
+) -> None:
+    """What shrink would leave of a model."""
+    with translated(SelectionError):
+        from distprune import streaming
+
+        sizes = streaming.sizes_of_shrunk(model, **shares)
+    if given.as_json:
+        terminal.json({"model": str(model), **asdict(sizes)})
+    else:
+        terminal.text(
+            f"Each of {counted(sizes.num_layers, 'layer')} keeps {sizes.kept:,} of "
+            f"{sizes.total:,} {sizes.kind}: {sizes.parameters_after:,} of "
+            f"{sizes.parameters_before:,} parameters, {format_size(sizes.bytes_after)} of "
+            f"{format_size(sizes.bytes_before)}."
+        )
 
 
 # What the card of a shrunk model says.

@@ -21,10 +21,10 @@ from distprune.streaming.pruning import (
     prune_folder,
     room_of,
 )
-from distprune.streaming.shrinking import shrink_folder
+from distprune.streaming.shrinking import ShrinkSizes, shrink_folder, sizes_of_shrunk
 from distprune.streaming.windows import perplexity
 
 __all__ = [
-    "OwnText", "PrunedFolder", "StreamCost", "estimate", "memory_of_own_text", "perplexity",
-    "prune_folder", "room_of", "shrink_folder",
+    "OwnText", "PrunedFolder", "ShrinkSizes", "StreamCost", "estimate", "memory_of_own_text",
+    "perplexity", "prune_folder", "room_of", "shrink_folder", "sizes_of_shrunk",
 ]  # fmt: skip

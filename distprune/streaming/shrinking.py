@@ -112,13 +112,7 @@ def shrink_folder(
         streamed = StreamedModel(source, dtype, where)
         if windows is not None:
             check_run(streamed.model, windows.tokens, batch_size)
-        plan, *others = shrinking.plans_of(streamed.model, has_text, **shares)
-        if others:
-            raise SelectionError(
-                f"{neurons=}, {experts=}; expected one of them. Take experts out first, and "
-                "neurons out of the result."
-            )
-        return streamed, plan
+        return streamed, _plan(streamed, has_text, **shares)
 
     if own_text is not None:
         own, saved = pruning.own_text_of(source, destination, own_text, settings, check)
@@ -134,8 +128,7 @@ def shrink_folder(
             return target, facts, made
         streamed, plan = check(target, checkpoint)
         stored = streamed if dtype is None else StreamedModel(source, None, where)
-        kept = [torch.arange(layer.kept) for layer in plan.layers]
-        small = shrinking.cut(stored.model, plan, kept)
+        small = _without_weights(stored, plan)
         work = Work(target, facts, communicator)
         work.check()
         passes = ShrinkPasses(streamed, settings, work, plan, small, unseen_first)
@@ -157,6 +150,65 @@ def shrink_folder(
     write_folder(target, source, num_bytes, partial(passes.save, files))
     passes.work.remove()
     return report
+
+
+@dataclass(frozen=True)
+class ShrinkSizes:
+    """What :func:`shrink_folder` leaves of a model.
+
+    Attributes:
+        kind: "neurons" or "experts".
+        num_layers: that lose some.
+        kept, total: of each of these layers.
+        parameters_before, parameters_after: elements of all parameters.
+        bytes_before, bytes_after: of the tensors that are stored.
+    """
+
+    kind: str
+    num_layers: int
+    kept: int
+    total: int
+    parameters_before: int
+    parameters_after: int
+    bytes_before: int
+    bytes_after: int
+
+
+def sizes_of_shrunk(
+    source: str | Path, *, neurons: float = 0.0, experts: float = 0.0, round_to: int = 128
+) -> ShrinkSizes:
+    """What :func:`shrink_folder` would leave of a model. Local; reads headers alone.
+
+    Args:
+        source, neurons, experts, round_to: as for :func:`shrink_folder`.
+
+    Raises: as :func:`shrink_folder`, where it does not depend on weights or text.
+
+    Cost: builds the model without weights; some seconds.
+    """
+    require_extra()
+    streamed = StreamedModel(source, None, torch.device("cpu"))
+    plan = _plan(streamed, True, neurons=neurons, experts=experts, round_to=round_to)
+    models, layer = (streamed.model, _without_weights(streamed, plan)), plan.layers[0]
+    elements = [model.num_parameters() for model in models]
+    stored = [sum(tensor.nbytes for tensor in tensors_to_save(model).values()) for model in models]
+    return ShrinkSizes(plan.kind, len(plan.layers), layer.kept, layer.total, *elements, *stored)
+
+
+def _plan(streamed: StreamedModel, has_text: bool, **shares: Any) -> Plan:
+    """What is cut: neurons or experts."""
+    plan, *others = shrinking.plans_of(streamed.model, has_text, **shares)
+    if others:
+        raise SelectionError(
+            f"neurons={shares['neurons']}, experts={shares['experts']}; expected one of them. Take "
+            "experts out first, and neurons out of the result."
+        )
+    return plan
+
+
+def _without_weights(stored: StreamedModel, plan: Plan) -> Any:
+    """The smaller model, without weights, in the dtypes of the checkpoint."""
+    return shrinking.cut(stored.model, plan, [torch.arange(layer.kept) for layer in plan.layers])
 
 
 def _finished(target: Path, digest: str) -> ShrinkReport | None:

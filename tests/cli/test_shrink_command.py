@@ -41,6 +41,13 @@ def test_a_smaller_model_that_transformers_loads(run, made, tmp_path):
     sizes = [(folder / "model.safetensors").stat().st_size for folder in (model, out)]
     assert sizes[0] - sizes[1] == pytest.approx(4 * 576, abs=64)
 
+    plan = ["shrink", model, tmp_path / "planned", *NEURONS, "--plan"]
+    assert "Each of 2 layers keeps 18 of 24 neurons: 12,304 of 12,880" in run(*plan).out
+    planned = run(*plan, "--json").json
+    assert planned["parameters_after"] == small.num_parameters()
+    assert planned["bytes_before"] - planned["bytes_after"] == 4 * 576
+    assert not (tmp_path / "planned").exists()
+
 
 def test_weights_are_stored_in_the_dtype_of_the_source(run, made, tmp_path):
     from transformers import AutoModelForCausalLM

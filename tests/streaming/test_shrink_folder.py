@@ -177,6 +177,9 @@ def test_what_is_refused(made, tmp_path, monkeypatch):
             options = {"out": out} | options
             with pytest.raises(kind, match=message):
                 streamed(source, options.pop("out"), **options)
+            if kind is not OutputError:
+                with pytest.raises(kind, match=message):
+                    streaming.sizes_of_shrunk(source, round_to=1, **options)
     assert sorted(tmp_path.iterdir()) == before
     assert not killed_after(2, monkeypatch, lambda: streamed(made / "LlamaForCausalLM", out,
                                                              neurons=0.25))  # fmt: skip
