@@ -64,8 +64,8 @@ def test_an_input_that_is_changed_in_place_counts_as_it_was():
 
 def test_calls_have_no_order():
     """Their sum is exact, whatever the scales of features are: ranks may share them in any way."""
-    of_features, of_calls = 10 ** (6 * torch.rand(200) - 3), 10 ** (-3 * torch.rand(20, 1, 1))
-    calls = list(torch.randn(20, 9, 200) * of_features * of_calls)
+    of_features, of_calls = 10 ** (6 * torch.rand(200) - 3), 10 ** (-3 * torch.rand(100, 1, 1))
+    calls = list(torch.randn(100, 9, 200) * of_features * of_calls)
     totals = torch.zeros(3, 200, 200, dtype=torch.float64)
     for total, order in zip(totals, (calls, calls[::-1], calls[1::2] + calls[::2]), strict=True):
         for rows in order:
