@@ -46,7 +46,7 @@ ROOMS = {
 }
 TOTAL = (19957, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 27998, "launch": 831}
+FOLDERS = {"tests": 27999, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

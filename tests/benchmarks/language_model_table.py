@@ -187,10 +187,12 @@ class Table:
 
     def polish(self, model: torch.nn.Module, texts: list[Path]) -> None:
         """Do what `distprune prune` does last, and round as it does when it writes."""
-        parameters = prune.select(model.float())
+        parameters = prune.select(model)
         for module, name in parameters:
-            prune.custom_from_mask(module, name, getattr(module, name) != 0)
-        dense, windows = self.load(self.source).float(), self.read(texts)
+            weight = getattr(module, name)
+            weight.data = weight.data.float()
+            prune.custom_from_mask(module, name, weight != 0)
+        dense, windows = self.load(self.source), self.read(texts)
         with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
             language_models.polish(model, dense, windows, parameters, steps=self.settings.steps)
         for module, name in parameters:
