@@ -57,11 +57,11 @@ class HiddenStates:
         self._last = None
         enter = partial(self._enter, calls, firsts)
         with ExitStack() as hooks:
+            hooks.callback(setattr, self, "_last", None)
             for block in self._blocks:
                 hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
                 hooks.enter_context(block.register_forward_hook(self._leave))
             run()
-        self._last = None
         self.is_chain &= len(calls) == len(self._blocks)
         self._arguments.append(self._shared(calls))
         if self.is_chain:

@@ -240,8 +240,6 @@ def _mean_loss(states: Tensor, head: Head | None, targets: Tensor) -> Tensor:
     weight, bias = head or (None, None)
     if weight is not None and not torch.is_grad_enabled():  # else it makes gradients all the same
         weight, bias = weight.detach(), bias if bias is None else bias.detach()
-    if weight is not None and torch.is_autocast_enabled(weight.device.type):  # once for all slices
-        weight = weight.to(torch.get_autocast_dtype(weight.device.type))
     loss: Tensor = _MeanLoss.apply(states, weight, bias, targets)  # type: ignore[no-untyped-call]
     return loss
 

@@ -118,8 +118,12 @@ def cost_of(
     if own_text:
         memory["own text"] = bytes_of_own_text(streamed, length)
     if settings.polish:
-        # In fp32: weights, and of the trained ones gradients, two moments, masks and products.
-        memory["polish"] = 4 * whole + 20 * sum(pruned) + logits + 4 * num_layers * activations
+        # Of trained weights, in fp32: these, gradients, two moments, masks and products. Autocast
+        # keeps products in bf16, too, and the other weights stay in it.
+        is_bf16, trained = streamed.model.dtype == torch.bfloat16, sum(pruned)
+        other, cast = (2, 2) if is_bf16 else (4, 0)
+        weights_of_all = other * (whole - trained) + (24 + cast) * trained
+        memory["polish"] = weights_of_all + logits + 4 * num_layers * activations
     disk = bytes_of_states(streamed, settings)
     disk += sum(pruned) * item if settings.moves else 0
     disk += sum(pruned) * (item + 24) if settings.polish else 0  # two states, for a moment
