@@ -146,9 +146,9 @@ def test_the_head_runs_only_if_its_statistics_are_wanted(folder):
     assert set(with_head.num_tokens().values()) == {32}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mixtral", "llama4"])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "llama4", "gemma4"])
 def test_layers_of_families(family):
-    """Conv1D and a tied head; fused experts; a router that is a linear layer of its own kind."""
+    """Conv1D and a tied head; fused experts; a router; layers that share keys and values."""
     model = tiny_model(family)
     tokens = torch.randint(3, 40, (3, 8), generator=torch.Generator().manual_seed(0))
     windows = TokenWindows(("text",), tokens, torch.zeros(3, dtype=torch.int64), False)
@@ -156,7 +156,7 @@ def test_layers_of_families(family):
     statistics = ActivationStatistics(layers)
     calibrate(model, windows, statistics, batch_size=2)
     attention = [pair.fqn for pair in layers if "attn" in pair.fqn]
-    assert len(attention) == (4 if family == "gpt2" else 8)
+    assert len(attention) == {"gpt2": 4, "gemma4": 6}.get(family, 8)
     assert not any("head" in pair.fqn or "router" in pair.fqn for pair in layers)
     assert {statistics.num_tokens()[name] for name in attention} == {24}
     fused = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
