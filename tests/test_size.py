@@ -27,7 +27,7 @@ ROOMS = {
     "dynamic.py": (128, 1),
     "files": (2424, 13),
     "integrations": (782, 6),
-    "language_models": (1656, 10),
+    "language_models": (1658, 10),
     "layouts.py": (13, 1),
     "masks": (437, 3),
     "methods": (668, 4),
@@ -44,9 +44,9 @@ ROOMS = {
     "verification.py": (492, 1),
     "wrappers": (1091, 8),
 }
-TOTAL = (19958, 120)
+TOTAL = (19960, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 27999, "launch": 831}
+FOLDERS = {"tests": 28000, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

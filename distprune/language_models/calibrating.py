@@ -203,9 +203,11 @@ def gradients_for(model: nn.Module, parameters: Iterable[Pair]) -> Iterator[None
 
 
 def _reads_logits(model: nn.Module, statistics: ActivationStatistics) -> bool:
-    """Whether statistics are of the head of a model, or may be."""
-    head = head_of(model)
-    return head is None or any(module is head for module, _ in statistics.parameters)
+    """Whether statistics are of the head, or of layers in front of it that make logits with it."""
+    inner = unwrap(model)
+    base = getattr(inner, "base_model", inner)
+    inside = set() if base is inner else {*map(id, base.modules())}
+    return not inside.issuperset(id(module) for module, _ in statistics.parameters)
 
 
 R = TypeVar("R")

@@ -136,14 +136,15 @@ def test_only_gradients_that_are_read_are_made(folder):
 
 
 def test_the_head_runs_only_if_its_statistics_are_wanted(folder):
-    model, windows = tiny_llama(), windows_of(folder, 2)
-    seen = []
+    model, windows, seen = tiny_llama(), windows_of(folder, 2), []
     model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
     calibrate(model, windows, ActivationStatistics(layers_of(model)))
-    with_head = ActivationStatistics(prune.select(model, types=nn.Linear, everything=True))
-    calibrate(model, windows, with_head)
+    roberta = tiny_model("roberta_lm")  # in its head, another layer comes before the last one
+    for of, layer in ((model, "lm_head.weight"), (roberta, "lm_head.dense.weight")):
+        with_head = ActivationStatistics(linear_layers(of, [layer]))
+        calibrate(of, windows, with_head)
+        assert set(with_head.num_tokens().values()) == {32}
     assert seen == [1, 1, 16, 16]
-    assert set(with_head.num_tokens().values()) == {32}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "llama4", "gemma4"])
