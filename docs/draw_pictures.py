@@ -21,7 +21,8 @@ DOCS = Path(__file__).resolve().parent
 FOLDER = DOCS / "pictures"
 RESULTS = DOCS.parent / "tests" / "benchmarks" / "results"
 DARK, GREY, LIGHT = "#1a1a1a", "#666666", "#d9d9d9"
-BLUE, GREEN, ORANGE, RED, PURPLE = "#0072b2", "#009e73", "#e69f00", "#d55e00", "#8a5a9e"
+BLUE, GREEN, ORANGE, RED = "#0072b2", "#009e73", "#e69f00", "#d55e00"
+PURPLE, PINK = "#8a5a9e", "#cc79a7"
 
 
 def results(name: str) -> Any:
@@ -181,6 +182,7 @@ METHODS = (
     ("distprune", "docstrings+own", True, BLUE),
     ("distprune, no text given", "own", True, GREEN),
     ("distprune, no polish", "docstrings+own", False, ORANGE),
+    ("SparseGPT, polished", "sparsegpt", True, PINK),
     ("SparseGPT", "sparsegpt", False, PURPLE),
     ("Wanda", "wanda", False, RED),
     ("magnitude", "magnitude/row", False, GREY),
@@ -229,7 +231,8 @@ def panels_of_table() -> list[Panel]:
             ]
             lines.append(Line(label, colour, sorted(points)))
         dense = [mean_perplexity(row["texts"][text]) for row in rows if row["method"] == "dense"]
-        made += [Panel(title, each, lines, (50, 80), (20, 30, 50, 100, 200, 400)) for each in dense]
+        ends = 50, max((round(x) for line in lines for x, _ in line.points), default=60)
+        made += [Panel(title, each, lines, ends, (20, 30, 50, 100, 200, 400)) for each in dense]
     return made
 
 

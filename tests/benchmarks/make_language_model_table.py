@@ -1,4 +1,4 @@
-"""Make the tables of the documentation from the rows of language_model_table.py.
+"""Make tables, and what the README says of them, from the rows of language_model_table.py.
 
 python tests/benchmarks/make_language_model_table.py
 """
@@ -114,17 +114,19 @@ def sentence() -> str:
         return ""
 
     def words(row: Row) -> str:
-        perplexities = (short(math.exp(statistics.fmean(row["texts"][text]))) for text in TEXTS)
-        return ", ".join(perplexities)
+        found = [math.exp(statistics.fmean(row["texts"][text])) for text in TEXTS]
+        return f"{'polished ' * bool(row['polish'])}{', '.join(map(short, found))}"
 
+    told = {m: ", ".join(words(row) for row in at_60 if row["method"] == m) for m in NAMES}
+    methods = "; ".join(f"{name}: {told[method]}" for method, name in NAMES.items())
     return (
         f"Perplexity of Gemma-3-270M at 60 %, on {', on '.join(TEXTS.values())} (dense: "
-        f"{words(rows[0])}). {'; '.join(f'{name_of(row)}: {words(row)}' for row in at_60)}. "
-        "[All tables](docs/language_models.md)."
+        f"{words(rows[0])}). {methods}. "
+        "[How it was measured](docs/language_models.md#methods-side-by-side)."
     )
 
 
-PAGES = {ROOT / "README.md": sentence, ROOT / "docs" / "language_models.md": tables}
+PAGES = {ROOT / "README.md": sentence, ROWS.with_suffix(".md"): tables}
 
 
 def with_tables(page: Path) -> str:

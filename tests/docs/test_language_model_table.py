@@ -13,6 +13,8 @@ sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
 import draw_pictures
 import make_language_model_table as maker
 
+FACTS = {"windows": 32, "length": 256, "steps": 40}
+
 
 @pytest.mark.skipif(not maker.ROWS.exists(), reason="nothing has been measured")
 @pytest.mark.parametrize("page", maker.PAGES, ids=lambda page: page.name)
@@ -33,30 +35,27 @@ def test_a_table_and_a_picture_of_two_texts(tmp_path, monkeypatch):
             for sparsity, method, polish, low in cells:
                 texts = {text: [math.log(low), math.log(4 * low)] for text in maker.TEXTS}
                 row = {"model": "gemma-3-270m", "sparsity": sparsity, "method": method}
-                row |= {"polish": polish, "cpu_seconds": 1234, "texts": texts}
-                facts = {"windows": 32, "length": 256, "steps": 40}
-                stream.write(json.dumps({**row, "facts": facts}) + "\n")
+                row |= {"polish": polish, "cpu_seconds": 1234, "texts": texts, "facts": FACTS}
+                stream.write(json.dumps(row) + "\n")
 
     write(("0", "dense", 0, 10), ("0.5", "taylor/layer", 0, 1000), ("2:4", "own", 40, 20))
-    before = str(draw_pictures.perplexity())
-    assert maker.sentence() == "" and "one shot" in before
-    for sparsity, low in (("0.6", 20), ("0.5", 15)):
-        write((sparsity, "own", 40, low), (sparsity, "sparsegpt", 0, 2 * low))
-        write((sparsity, "magnitude/row", 0, 10**5), (sparsity, "wanda", 0, 60))
-        write((sparsity, "docstrings+own", 0, 25), (sparsity, "docstrings+own", 40, low))
+    assert maker.sentence() == "" and "one shot" in str(draw_pictures.perplexity())
+    for at, low in (("0.6", 20), ("0.5", 15)):
+        write((at, "own", 40, low), (at, "sparsegpt", 0, 2 * low), (at, "sparsegpt", 40, 2 * low))
+        write((at, "magnitude/row", 0, 10**5), (at, "wanda", 0, 60))
+        write((at, "docstrings+own", 0, 25), (at, "docstrings+own", 40, low))
 
     made = maker.tables()
-    assert "news, 510 tokens; the dense model: 20.00 ± 13.86\n" in made
+    assert "news, 510 tokens; the dense model: 20.00 ± 13.86\n" in made and "r) 1,234 s" in made
     table = [[word.strip() for word in line.split("|")[1:-1]] for line in made.splitlines()]
     assert table.count(["method", "50 %", "60 %", "2:4"]) == 3
     own = ["distprune, its own text, polished", "30.00 ± 20.79", *2 * ["40.00 ± 27.73"]]
     assert own in table and ["taylor/layer", "2,000 ± 1,386", "-", "-"] in table
     order = [line[0] for line in table if line]
     assert order.index("SparseGPT (llm-compressor)") < order.index(own[0])
-    assert "SparseGPT (llm-compressor) 1,234 s" in made
-    assert "SparseGPT (llm-compressor): 80.00, 80.00, 80.00; distprune, its own" in maker.sentence()
+    assert "docstrings and its own text: 50.00, 50.00, 50.00, polished 40.00" in maker.sentence()
 
     picture = str(draw_pictures.perplexity())
-    assert picture.count("<polyline") == 2 * 5 and picture.count(">SparseGPT</text>") == 1
+    assert picture.count("<polyline") == 2 * 6 and picture.count(">SparseGPT</text>") == 1
     assert ">news</text>" in picture and ">magnitude (above 400)</text>" in picture
     assert "SparseGPT: 60.00 at 50 %, 80.00 at 60 %" in picture
