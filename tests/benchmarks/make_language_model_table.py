@@ -118,10 +118,9 @@ def sentence() -> str:
         return f"{'polished ' * bool(row['polish'])}{', '.join(map(short, found))}"
 
     told = {m: ", ".join(words(row) for row in at_60 if row["method"] == m) for m in NAMES}
-    methods = "; ".join(f"{name}: {told[method]}" for method, name in NAMES.items())
     return (
         f"Perplexity of Gemma-3-270M at 60 %, on {', on '.join(TEXTS.values())} (dense: "
-        f"{words(rows[0])}). {methods}. "
+        f"{words(rows[0])}). {'; '.join(f'{name}: {told[m]}' for m, name in NAMES.items())}. "
         "[How it was measured](docs/language_models.md#methods-side-by-side)."
     )
 
