@@ -81,7 +81,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace
     add("--scope", help=f"what competes: {scopes} or another N:M (default: row, or global for "
         "random scores and those from gradients)")  # fmt: skip
     add("--polish", type=int, default=0, metavar="STEPS", help="steps of training towards the "
-        "dense model, of which another copy is loaded; with --dtype float32")  # fmt: skip
+        "dense model, of which another copy is loaded")  # fmt: skip
     updates = ("none", "least-squares", "rounds")
     add("--update", choices=updates, default="none", help="how kept weights move: least-squares: "
         "so that the outputs of each layer change least; rounds: so after each of several rounds "

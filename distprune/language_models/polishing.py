@@ -16,7 +16,8 @@ from distprune.language_models.calibrating import gradients_for, own_parameters
 from distprune.language_models.losses import FINITE, BatchLosses, Prediction
 from distprune.language_models.running import Report, check_same, in_eval_mode, reporter
 from distprune.language_models.text import TokenWindows
-from distprune.ranks.collectives import world
+from distprune.ranks.collectives import Communicator, over_groups, world
+from distprune.wrappers.wrapper import is_piece_of_flat, managed_parameters
 
 STEPS, RATE, BATCH = 40, 5e-5, 2
 _WARM_UP = 5  # steps; the rate falls to a tenth after it
@@ -46,13 +47,13 @@ def polish(
     Kullback-Leibler divergence of the predictions of ``model`` from those of ``teacher`` for all
     tokens, by AdamW without decay; the norm of the gradient is clipped to 1. What masks prune stays
     zero, on any wrapper. No label is needed, so that text which the dense model wrote will do.
+    Parameters of 16 bits have copies in float32 meanwhile, in which small steps are not lost.
 
     The data-parallel ranks share the windows of a step. On any number of them the result is the
     same up to rounding. The model is in evaluation mode meanwhile, and has no gradients afterwards.
 
     Args:
-        model: pruned, plain or wrapped; its parameters in float32, unless the optimizer's small
-            steps are to be lost.
+        model: pruned, plain or wrapped.
         teacher: the dense model, wrapped in the same way.
         windows: the same on every rank.
         parameters: (module, name) pairs that are trained; not the head, unless its logits are made
@@ -72,7 +73,8 @@ def polish(
         NotImplementedError: FSDP1 without ``use_orig_params``; as :func:`running.data_ranks`.
 
     Cost: per window and step a forward of the teacher, a forward and a backward of the model; 12
-    bytes for each trained element. Logits in slices, where the model's head allows it.
+    bytes for each trained element of 32 bits, and 18 of 16 bits. Logits in slices, where the head
+    allows it.
 
     Source: knowledge distillation, Hinton et al., arXiv 1503.02531.
     """
@@ -119,13 +121,22 @@ def polishing_steps(
     trained = communicator.run(
         lambda: _trained(model, pairs, steps, lr, batch_size), lambda _: facts
     )
-    batches, order = BatchLosses(model), _in_turn(windows)
-    optimizer = torch.optim.AdamW(trained, lr, betas=(0.9, 0.95), weight_decay=0)
+    batches, order, shards = BatchLosses(model), _in_turn(windows), _shards_of(model, trained)
+    # Small steps are lost in 16 bits.
+    exact = [p if p.dtype.itemsize > 2 else nn.Parameter(p.detach().float()) for p in trained]
+    copies = [(p, copy) for p, copy in zip(trained, exact, strict=True) if copy is not p]
+    optimizer = torch.optim.AdamW(exact, lr, betas=(0.9, 0.95), weight_decay=0)
+
+    def write_back() -> None:
+        for parameter, copy in copies:
+            parameter.data.copy_(copy.data)
+
     if state:
         optimizer.load_state_dict(state["optimizer"])
-        for parameter, value in zip(trained, state["weights"], strict=True):
+        for parameter, value in zip(exact, state["weights"], strict=True):
             parameter.data.copy_(value)
-    state["weights"] = [parameter.data for parameter in trained]
+        write_back()
+    state["weights"] = [parameter.data for parameter in exact]
     losses: list[float] = state.setdefault("losses", [])
     with (
         communicator.raising_everywhere(),
@@ -150,19 +161,24 @@ def polishing_steps(
                     return loss.detach().double().cpu() * (weight * ranks.is_counted)
 
                 total += communicator.run(backward)
+                for parameter, copy in copies:
+                    if parameter.grad is not None:
+                        given, parameter.grad = parameter.grad.float(), None
+                        copy.grad = given if copy.grad is None else copy.grad + given
             loss = float(communicator.reduce_floats(1, partial(total.view, 1)))
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {step} is {loss}; {FINITE}")
             if not ranks.averages_gradients:
-                for parameter in trained:
+                for parameter in exact:
                     assert parameter.grad is not None
                     communicator.sum_floats(parameter.grad)
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            _clip(exact, shards)
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(1, (step + 1) / _WARM_UP) * (1 - 0.9 * step / steps)
             optimizer.step()
-            torch.clear_autocast_cache()  # of the weights as they were
             optimizer.zero_grad()
+            write_back()
+            torch.clear_autocast_cache()  # of the weights as they were
             losses.append(loss)
             state["optimizer"] = optimizer.state_dict()
             yield
@@ -184,6 +200,25 @@ def _trained(
             "model, and use_orig_params=True of FSDP1."
         )
     return found
+
+
+def _shards_of(model: nn.Module, trained: Sequence[Tensor]) -> Communicator | None:
+    """The ranks whose parts of plain tensors make up the parameters, as FSDP1 has them."""
+    if not any(map(is_piece_of_flat, trained)):
+        return None
+    modules, records = set(map(id, model.modules())), managed_parameters(model)
+    return next(
+        over_groups(record.groups[:1]) for (owner, _), record in records.items() if owner in modules
+    )
+
+
+def _clip(trained: Sequence[Tensor], shards: Communicator | None) -> None:
+    """Make the norm of all gradients at most 1. Collective."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+    if shards is not None:
+        squared = shards.reduce_floats(1, lambda: norm.double().square().view(1).cpu())
+        norm = squared.sqrt()[0].to(norm)
+    torch.nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
 
 
 def _in_turn(windows: TokenWindows) -> list[int]:

@@ -313,8 +313,8 @@ class Passes(LayerPasses):
                 dense.move_on(number)
 
         saved = work.path / "polish.pt"
-        has_bf16 = self.streamed.model.dtype == torch.bfloat16
-        dtype = torch.bfloat16 if has_bf16 else torch.float32  # of what is not trained
+        is_half = self.streamed.model.dtype == torch.float16  # its gradients would vanish
+        dtype = torch.float32 if is_half else self.streamed.model.dtype
 
         def begin() -> tuple[StreamedModel, StoredLayers, dict[str, Any]]:
             model = StreamedModel(self.streamed.checkpoint.folder, dtype, settings.device)
@@ -328,12 +328,9 @@ class Passes(LayerPasses):
         finished = reporter("polish", settings.polish, settings.progress, "steps")
         finished(len(state.get("losses", [])))
         parameters = list(itertools.chain(*stored.parameters))
-        autocast = torch.autocast(settings.device.type, dtype, enabled=has_bf16)
-        with streamed.whole() as model, autocast:
+        with streamed.whole() as model:
             for module, name in parameters:
-                weight = module.get_parameter(name)
-                weight.data = weight.data.float()
-                weight.requires_grad_(True)
+                module.get_parameter(name).requires_grad_(True)
             communicator.run(lambda: _attach(stored, parameters, masks, zeros_too=True))
 
             def teach(rows: slice) -> Prediction:

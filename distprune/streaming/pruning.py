@@ -118,11 +118,10 @@ def cost_of(
     if own_text:
         memory["own text"] = bytes_of_own_text(streamed, length)
     if settings.polish:
-        # Of trained weights, in fp32: these, gradients, two moments, masks and products. Autocast
-        # keeps products in bf16, too, and the other weights stay in it.
-        is_bf16, trained = streamed.model.dtype == torch.bfloat16, sum(pruned)
-        other, cast = (2, 2) if is_bf16 else (4, 0)
-        weights_of_all = other * (whole - trained) + (24 + cast) * trained
+        # Trained weights, masks, products and gradients, with two moments, and what is of 16 bits
+        # once more in fp32 with its gradients, are as large in either dtype.
+        trained, size = sum(pruned), 2 if streamed.model.dtype == torch.bfloat16 else 4
+        weights_of_all = size * (whole - trained) + 24 * trained
         memory["polish"] = weights_of_all + logits + 4 * num_layers * activations
     disk = bytes_of_states(streamed, settings)
     disk += sum(pruned) * item if settings.moves else 0

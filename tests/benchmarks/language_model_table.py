@@ -186,18 +186,14 @@ class Table:
         return language_models.load_sharded(folder, dtype=self.dtype)
 
     def polish(self, model: torch.nn.Module, texts: list[Path]) -> None:
-        """Do what `distprune prune` does last, and round as it does when it writes."""
+        """Do what `distprune prune` does last."""
         parameters = prune.select(model)
         for module, name in parameters:
-            weight = getattr(module, name)
-            weight.data = weight.data.float()
-            prune.custom_from_mask(module, name, weight != 0)
+            prune.custom_from_mask(module, name, getattr(module, name) != 0)
         dense, windows = self.load(self.source), self.read(texts)
-        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
-            language_models.polish(model, dense, windows, parameters, steps=self.settings.steps)
+        language_models.polish(model, dense, windows, parameters, steps=self.settings.steps)
         for module, name in parameters:
             prune.remove(module, name)
-        model.to(self.dtype)
 
     def add(
         self, key: tuple[Any, ...], seconds: int | None, model: torch.nn.Module, **more: Any

@@ -120,8 +120,7 @@ def test_the_polish_is_that_of_the_command(folder, monkeypatch):
     table.run(*command[:5], folder / "polished", *command[6:place], 6, *command[place + 1 :])
     model = made.load(folder / "pruned")
     made.polish(model, texts)
-    expected = load_file(folder / "polished" / "model.safetensors")
-    before = load_file(folder / "pruned" / "model.safetensors")
+    before, expected = (load_file(folder / n / "model.safetensors") for n in ("pruned", "polished"))
     for name, values in model.state_dict().items():
         assert values.equal(expected[name]), name
     assert any(not before[name].equal(expected[name]) for name in before)

@@ -36,9 +36,7 @@ def assert_same_sums(one, other):
     for pair, found in one.totals().items():
         expected = totals[pair]
         assert found.weight == expected.weight
-        for a, b in [
-            (found.by_output, expected.by_output), (found.by_input, expected.by_input)
-        ]:  # fmt: skip
+        for a, b in [(found.by_output, expected.by_output), (found.by_input, expected.by_input)]:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * float(b.max()))
 
 
@@ -158,24 +156,24 @@ def test_what_is_trained_of_a_bfloat16_model_is_float32(polished, tmp_path):
     assert bool((made[1][-3:] < made[1][:3]).all())  # of the same windows
 
 
+def polished_in_memory(plain, source):
+    """The model of a folder after the last steps of a pruning, and their losses."""
+    text = plain / "distprune" / "own_text.safetensors"
+    windows = tokens(6, seed=1, vocabulary=200)
+    windows += language_models.read_windows(tiny_tokenizer(), text, 12)
+    model, dense = map(language_models.load_sharded, (plain, source))
+    prune.masks_from_zeros(model, all_zero="prune")
+    return model, language_models.polish(model, dense, windows, prune.select(model), steps=3)
+
+
 def test_polishing_is_that_of_the_whole_model(polished, tmp_path):
     """Of the folder without it, towards the source; masks are the same, zeros of either stay."""
     run(polished, tmp_path / "plain", **POLISHED | {"polish": 0})
-    report = read_report(polished / "polished")
-    tokenizer = tiny_tokenizer()
-    text = language_models.read_windows(
-        tokenizer, polished / "polished" / "distprune" / "own_text.safetensors", 12
-    )
-    windows = tokens(6, seed=1, vocabulary=200) + text
-    model = language_models.load_sharded(tmp_path / "plain")
-    pairs = prune.select(model)
-    prune.masks_from_zeros(model, all_zero="prune")
-    losses = language_models.polish(
-        model, language_models.load_sharded(polished / "source"), windows, pairs, steps=3
-    )
-    assert report.inputs["update"]["polish"]["losses"] == pytest.approx(losses, rel=1e-5)
+    model, right = polished_in_memory(tmp_path / "plain", polished / "source")
+    losses = read_report(polished / "polished").inputs["update"]["polish"]["losses"]
+    assert losses == pytest.approx(right, rel=1e-5)
     with torch.no_grad():
-        model(input_ids=windows.tokens[:1])  # hooks make the weights of the last step
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))  # hooks make the last weights
     expected = {
         f"{path}.weight": m.weight for path, m in model.named_modules() if hasattr(m, "weight_mask")
     }
@@ -195,13 +193,7 @@ def test_the_last_of_rounds_is_polished_towards_the_source(polished, tmp_path):
     made = run(polished, tmp_path / "out", rounds=[0.2], **POLISHED)
     losses = made.report.inputs["update"]["polish"]["losses"]
     plain = run(polished, tmp_path / "plain", rounds=[0.2], **POLISHED | {"polish": 0})
-    model = language_models.load_sharded(tmp_path / "plain")
-    dense = language_models.load_sharded(polished / "source")
-    text = tmp_path / "plain" / "distprune" / "own_text.safetensors"
-    windows = tokens(6, seed=1, vocabulary=200)
-    windows += language_models.read_windows(tiny_tokenizer(), text, 12)
-    prune.masks_from_zeros(model, all_zero="prune")
-    right = language_models.polish(model, dense, windows, prune.select(model), steps=3)
+    _, right = polished_in_memory(tmp_path / "plain", polished / "source")
     assert losses == pytest.approx(right, rel=1e-3) and plain.after != made.after
 
 
