@@ -251,9 +251,9 @@ class _Structured(BasePruningMethod):
         """Zero the ``k`` channels of the lowest scores; NaN rank last, as in torch."""
         dim = checked_dim(t, self.dim)
         k = checked_count(self.amount, t.shape[dim])
+        scores = self._whole_scores(t, dim)  # also for k=0: a wrong n is an error
         if not k:
             return default_mask
-        scores = self._whole_scores(t, dim)
         keep = torch.ones_like(scores, dtype=torch.bool)
         ranking.zero_lowest(keep, scores, k)
         keep = keep.to(t.device).view(-1, *[1] * (t.dim() - dim - 1))
@@ -286,7 +286,7 @@ class RandomStructured(_Structured):
     READS_VALUES = False
 
     def _whole_scores(self, t: Tensor, dim: int) -> Tensor:
-        return torch.rand(t.shape[dim])
+        return torch.rand(t.shape[dim] if resolve_count(self.amount, t.shape[dim]) else 0)
 
     def _scores(self, call: PruningCall, part: ChannelSlice, sizes: Tensor, live: Flags) -> Floats:
         scores, num_live = np.zeros(part.num_channels), int(live.sum())
