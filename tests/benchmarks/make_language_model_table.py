@@ -57,7 +57,7 @@ def with_error(losses: Sequence[float]) -> str:
 
 def name_of(row: Row) -> str:
     """A method, and whether its result was polished."""
-    name = NAMES.get(row["method"], row["method"])
+    name = NAMES.get(row["method"], f"distprune, {row['method']}")
     return f"{name}, polished" if row["polish"] else name
 
 
