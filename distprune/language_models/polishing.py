@@ -53,7 +53,7 @@ def polish(
     same up to rounding. The model is in evaluation mode meanwhile, and has no gradients afterwards.
 
     Args:
-        model: pruned, plain or wrapped.
+        model: pruned, plain or wrapped; of float16, the smallest gradients vanish.
         teacher: the dense model, wrapped in the same way.
         windows: the same on every rank.
         parameters: (module, name) pairs that are trained; not the head, unless its logits are made
