@@ -187,33 +187,12 @@ METHODS = (
     ("Wanda", "wanda", False, RED),
     ("magnitude", "magnitude/row", False, GREY),
 )
-# Before there is a table: label, criterion with its update, scope, colour.
-EARLIER_METHODS = (
-    ("distprune, in rounds", "factored_fisher, rounds", "global", BLUE),
-    ("distprune, one shot", "factored_fisher, least-squares", "global", GREEN),
-    ("SparseGPT", "SparseGPT (llm-compressor)", "layer", PURPLE),
-    ("distprune, mask only", "factored_fisher", "global", ORANGE),
-    ("Wanda", "wanda", "row", RED),
-    ("magnitude", "magnitude", "row", GREY),
-)
 TABLE = RESULTS / "language_models_202611.jsonl"
 MODEL = "gemma-3-270m"
 
 
 def panels() -> list[Panel]:
-    """A text of the calibration's kind, and another; what was measured earlier until they are."""
-    made = panels_of_table() if TABLE.exists() else []
-    if made and all(len(line.points) > 1 for panel in made for line in panel.lines):
-        return made
-    lines = [
-        Line(label, colour, cells_of(row, scope)) for label, row, scope, colour in EARLIER_METHODS
-    ]
-    dense = results("language_model_updates_gemma3_270m_202611")["dense"]["all"]["perplexity"]
-    return [Panel("", dense, lines, (30, 70), (12, 15, 20, 30, 50, 70, 100))]
-
-
-def panels_of_table() -> list[Panel]:
-    """What is in the table of one model, on two texts."""
+    """What is in the table of one model, on a text of the calibration's kind and on another."""
     rows = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["model"] == MODEL]
     made = []
@@ -239,18 +218,6 @@ def panels_of_table() -> list[Panel]:
 def mean_perplexity(losses: Sequence[float]) -> float:
     """Of windows with the same number of tokens."""
     return math.exp(math.fsum(losses) / len(losses))
-
-
-def cells_of(criterion: str, scope: str) -> list[tuple[float, float]]:
-    """(sparsity in percent, perplexity just after pruning), by sparsity."""
-    found = {}
-    for name in ("language_model_gemma3_270m_202611", "language_model_updates_gemma3_270m_202611"):
-        for cell in results(name)["cells"]:
-            update = cell.get("update", "none")
-            row = cell["criterion"] if update == "none" else f"{cell['criterion']}, {update}"
-            if (row, cell["scope"]) == (criterion, scope):
-                found[100 * cell["sparsity"]] = cell["all"]["perplexity"]
-    return sorted(found.items())
 
 
 def perplexity() -> Picture:
