@@ -224,53 +224,48 @@ def perplexity() -> Picture:
     """Perplexity against sparsity, a line per method; beside each other on several texts."""
     drawn = panels()
     sentences = [
-        f"{panel.title}{': ' * bool(panel.title)}The dense model has {panel.dense:.2f}. "
+        f"{panel.title}: The dense model has {panel.dense:.2f}. "
         + "; ".join(
             f"{line.label}: " + ", ".join(f"{y:,.2f} at {x:g} %" for x, y in line.points)
             for line in panel.lines
         )
         for panel in drawn
     ]
-    width = 520 if len(drawn) == 1 else 360
+    width = 360
     picture = Picture(
         240 + (width + 60) * len(drawn), 460, "Perplexity of Gemma-3-270M, just after pruning",
         f"Lower is better. {'. '.join(sentences)}.",
     )  # fmt: skip
     for number, panel in enumerate(drawn):
-        draw_panel(picture, panel, 60 + (width + 60) * number, width, has_labels=len(drawn) == 1)
-    if len(drawn) > 1:  # a legend in place of labels
-        x = (width + 60) * len(drawn) + 20
-        for number, line in enumerate(drawn[0].lines):
-            y, top = 90 + 26 * number, drawn[0].ticks[-1]
-            best = min(y for panel in drawn for _, y in panel.lines[number].points)
-            words = f"{line.label} (above {top})" if best > top else line.label
-            picture.shape("line", x1=x, x2=x + 20, y1=y, y2=y, stroke=line.colour, stroke_width=2.5)
-            picture.text(x + 28, y + 5, words, colour=line.colour)
+        draw_panel(picture, panel, 60 + (width + 60) * number, width)
+    # A legend in place of labels.
+    x = (width + 60) * len(drawn) + 20
+    for number, line in enumerate(drawn[0].lines):
+        y, top = 90 + 26 * number, drawn[0].ticks[-1]
+        best = min(y for panel in drawn for _, y in panel.lines[number].points)
+        words = f"{line.label} (above {top})" if best > top else line.label
+        picture.shape("line", x1=x, x2=x + 20, y1=y, y2=y, stroke=line.colour, stroke_width=2.5)
+        picture.text(x + 28, y + 5, words, colour=line.colour)
     return picture
 
 
-def draw_panel(picture: Picture, panel: Panel, left: int, width: int, *, has_labels: bool) -> None:
+def draw_panel(picture: Picture, panel: Panel, left: int, width: int) -> None:
     """The axes and lines of a panel; a line that is cut off as a whole has no place."""
     right, (first, last) = left + width, panel.percents
     x_of = lambda x: left + 10 + (x - first) * ((width - 20) / (last - first))  # noqa: E731
     y_of = logarithmic(panel.ticks[0], panel.ticks[-1], 400, 70)
-    chart = Chart(picture, x_of, y_of, left, right, 70, 400, has_labels=has_labels)
+    chart = Chart(picture, x_of, y_of, left, right, 70, 400, has_labels=False)
     chart.ticks(
         [(x, f"{x} %") for x in range(first, last + 1, 10)], [(y, str(y)) for y in panel.ticks],
         "zeros among the weights of all layers", "perplexity (lower is better)" * (left == 60),
     )  # fmt: skip
-    if panel.title:
-        picture.text((left + right) / 2, 56, panel.title, anchor="middle")
+    picture.text((left + right) / 2, 56, panel.title, anchor="middle")
     y = y_of(panel.dense)
     picture.shape("line", x1=left, x2=right, y1=y, y2=y, stroke=DARK, stroke_dasharray="2 4")
     chart.taken.append(y)
-    place = (right + 10, y + 5) if has_labels else (left + 6, y + 16)
-    picture.text(*place, f"dense: {panel.dense:.2f}")
+    picture.text(left + 6, y + 16, f"dense: {panel.dense:.2f}")
     for line in panel.lines:
-        beyond = [point for point in line.points if point[1] > panel.ticks[-1]]
-        if beyond and has_labels:
-            line.label += f" ({beyond[0][1]:,.0f} at {beyond[0][0]:g} %)"
-        if beyond != line.points:
+        if any(y <= panel.ticks[-1] for _, y in line.points):
             chart.line(line)
 
 

@@ -38,7 +38,7 @@ def test_a_table_and_a_picture_of_two_texts(tmp_path, monkeypatch):
                 stream.write(json.dumps(row) + "\n")
 
     write(("0", "dense", 0, 10), ("0.5", "taylor/layer", 0, 1000), ("2:4", "own", 40, 20))
-    assert maker.sentence() == "" and "one shot" in str(draw_pictures.perplexity())
+    assert maker.sentence() == ""
     for at, low in (("0.6", 20), ("0.5", 15)):
         write((at, "own", 40, low), (at, "sparsegpt", 0, 2 * low), (at, "sparsegpt", 40, 2 * low))
         write((at, "magnitude/row", 0, 10**5), (at, "wanda", 0, 60))
