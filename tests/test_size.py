@@ -46,7 +46,7 @@ ROOMS = {
 }
 TOTAL = (19981, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 28000, "launch": 831}
+FOLDERS = {"tests": 27996, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

@@ -1,10 +1,8 @@
 """A Llama wrapped by torch's own means, for tests of language models on several ranks."""
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,15 +14,11 @@ _PLAN = {
 
 
 def wrapped_llama(model: nn.Module, wrapping: str) -> nn.Module:
-    """Shard a Llama over all ranks: "none", "ddp-2", "fsdp1-2", "fsdp2-4", "tp-2", ..."""
+    """Shard a Llama over all ranks: "none", "ddp-2", "fsdp2-4", "tp-2" or "fsdp2_tp-2x2"."""
     kind, _, shape = wrapping.partition("-")
     sizes = tuple(map(int, shape.split("x"))) if shape else ()
     if kind == "ddp":
         return DistributedDataParallel(model)
-    if kind == "fsdp1":
-        around = ModuleWrapPolicy({type(model.model.layers[0])})
-        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
-        return FullyShardedDataParallel(model, auto_wrap_policy=around, **options)
     if kind == "none":
         return model
     names = {"fsdp2": ("dp",), "tp": ("tp",), "fsdp2_tp": ("dp", "tp")}[kind]

@@ -13,8 +13,7 @@ from distprune.language_models.losses import BatchLosses
 from distprune.language_models.polishing import polishing_steps
 from distprune.testing import run_ranks
 from helpers.tiny_language_model import tiny_llama, tiny_tokenizer, windows_of
-from helpers.wrapped_llamas import wrapped_llama
-from helpers.wrappings import whole
+from helpers.wrappings import whole, wrap
 
 
 def polished(folder, wrap="none", steps=7, batch_size=3):
@@ -99,13 +98,16 @@ def test_autocast_computes_with_the_weights_of_each_step(llama_and_text):
     """Autocast keeps what it has made of weights until it ends."""
     made = []
     for keeps in (True, False):
-        model = tiny_llama()
-        pairs = prune.select(model.model.layers[0], "*down_proj")
-        pairs[0][0].weight.data.mul_(1.5)
+        dense = tiny_llama()
+        model = copy.deepcopy(dense)
+        pairs = prune.select(model)
+        for module, name in pairs:
+            getattr(module, name).data.mul_(1.5)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps):
-            language_models.polish(model, tiny_llama(), windows_of(llama_and_text, 6), pairs)
-        made.append(getattr(*pairs[0]))
-    assert torch.equal(*made)
+            losses = language_models.polish(model, dense, windows_of(llama_and_text, 6), pairs)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        made.append((losses, [getattr(*pair).tolist() for pair in pairs]))
+    assert made[0] == made[1] and losses[-1] < losses[0]
 
 
 @pytest.mark.slow
@@ -126,7 +128,7 @@ def first_moments(folder):
     model, windows, state = tiny_llama(), windows_of(folder, 2), {}
     model.lm_head.weight.data.mul_(1000)
     model.model.layers[0].mlp.down_proj.weight.data.mul_(2)
-    model, dense = (wrapped_llama(each, "fsdp1-2") for each in (model, tiny_llama()))
+    model, dense = (wrap(each, "fsdp1_root-2") for each in (model, tiny_llama()))
 
     def teacher(rows):
         return BatchLosses(dense).prediction(windows.tokens[rows])
