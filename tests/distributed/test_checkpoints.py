@@ -45,10 +45,7 @@ class Run:
         self.optimizer = optimizer(parameters, lr=0.05, weight_decay=0.1, **options)
         ramp = schedule.Linear(1, 5, 2, final_sparsity=0.6, initial_sparsity=0.3)
         self.pruner = schedule.ScheduledPruner(prune.select(self.model), ramp)
-
-    @property
-    def everything(self) -> tuple:
-        return self.model, self.optimizer, self.pruner
+        self.everything = self.model, self.optimizer, self.pruner
 
     def step(self) -> None:
         generator = torch.Generator().manual_seed(self.pruner.num_steps)

@@ -105,22 +105,16 @@ class Flat:
 
 class FlatRun(layouts.StoredRun):
     is_whole_in_backward = True
+    shape = property(lambda self: self.parameter.shape)
+    groups = property(lambda self: [dist.group.WORLD])
 
     def __init__(self, flat: Flat, number: int) -> None:
         self.flat, self.number, self.parameter = flat, number, flat.parameters[number]
 
     @property
-    def shape(self):
-        return self.parameter.shape
-
-    @property
     def owners(self):
         module, _ = self.flat.places[self.number]
         return [(module, n) for n, p in module._parameters.items() if p is self.parameter]
-
-    @property
-    def groups(self):
-        return [dist.group.WORLD]
 
     @property
     def runs(self):
@@ -183,30 +177,22 @@ class RaggedLinear(nn.Module):
 
 
 class RaggedRun(layouts.StoredRun):
+    shape = property(lambda self: self.module.shape)
+    groups = property(lambda self: [dist.group.WORLD])
+    values = property(lambda self: self.parameter.detach())
+
     def __init__(self, module: RaggedLinear, name: str) -> None:
         self.module, self.name = module, name
         self.parameter = module._parameters[name]
-
-    @property
-    def shape(self):
-        return self.module.shape
 
     @property
     def owners(self):
         return [(self.module, n) for n, p in self.module._parameters.items() if p is not None]
 
     @property
-    def groups(self):
-        return [dist.group.WORLD]
-
-    @property
     def runs(self):
         sizes = self.module.sizes
         return [(sum(sizes[:rank]), size) for rank, size in enumerate(sizes)]
-
-    @property
-    def values(self):
-        return self.parameter.detach()
 
 
 def find_ragged(module: nn.Module, name: str):

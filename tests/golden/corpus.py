@@ -44,13 +44,10 @@ def hash_of(parts: Iterable[object]) -> str:
     """Hash texts, numbers, tensors and None, in their order."""
     digest = hashlib.sha256()
     for part in parts:
-        data = part if isinstance(part, bytes) else repr(_plain(part)).encode()
+        plain = part.hex() if isinstance(part, float) else part
+        data = plain if isinstance(plain, bytes) else repr(plain).encode()
         digest.update(f"{len(data)}:".encode() + data)
     return digest.hexdigest()[:12]
-
-
-def _plain(value: object) -> object:
-    return value.hex() if isinstance(value, float) else value
 
 
 def hash_of_masks(masks: Mapping[str, torch.Tensor]) -> str:

@@ -369,16 +369,12 @@ class Run(SideBySide):
             self.wrong.append(f"{name} is another Parameter object")
         if not module._buffers:
             self.wrong += [f"left: {key}" for key in vars(module) if key.startswith("_distprune")]
-        for pair in self.twins.get(name, ()):
-            if prune.is_pruned(self.modules[pair[0]]):
-                prune.remove(self.modules[pair[0]], pair[1])
+        is_tied = (self.plan.family, name) == ("tied", "embedding.weight")
+        if is_tied and prune.is_pruned(self.modules["head"]):
+            prune.remove(self.modules["head"], "weight")
         held, keep = self.held(name), wrappings.my_part(self.oracle.value(name), self.indices[name])
         if (held.signbit() & (held == 0) & ~keep.signbit()).any():
             self.wrong.append(f"{name}: -0 is left, not +0")
-
-    @property
-    def twins(self) -> dict[str, list[tuple[str, str]]]:
-        return {"embedding.weight": [("head", "weight")]} if self.plan.family == "tied" else {}
 
     def train(
         self,
