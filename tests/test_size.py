@@ -22,12 +22,12 @@ ROOMS = {
     "budgets.py": (212, 1),
     "call": (791, 5),
     "checkpoint.py": (208, 1),
-    "cli": (1241, 8),
+    "cli": (1246, 8),
     "criteria": (675, 3),
     "dynamic.py": (128, 1),
     "files": (2424, 13),
     "integrations": (782, 6),
-    "language_models": (1683, 10),
+    "language_models": (1682, 10),
     "layouts.py": (13, 1),
     "masks": (437, 3),
     "methods": (668, 4),
@@ -37,16 +37,16 @@ ROOMS = {
     "reconstruction.py": (288, 1),
     "schedule.py": (214, 1),
     "selftest.py": (322, 1),
-    "shards": (786, 5),
+    "shards": (785, 5),
     "statistics": (1365, 6),
-    "streaming": (1465, 7),
+    "streaming": (1480, 7),
     "testing.py": (211, 1),
     "verification.py": (492, 1),
     "wrappers": (1091, 8),
 }
-TOTAL = (19981, 120)
+TOTAL = (19999, 120)
 # Lines of code of the other folders.
-FOLDERS = {"tests": 27996, "launch": 831}
+FOLDERS = {"tests": 28000, "launch": 831}
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,

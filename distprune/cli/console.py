@@ -175,9 +175,8 @@ def show_warnings(terminal: Terminal, plan: Plan) -> None:
     if is_causal and is_much and any(group.recipe.score == "magnitude" for group in plan.groups):
         terminal.note(
             f"Warning: pruning {plan.num_to_prune / plan.num_elements:.0%} of a language model by "
-            "magnitude may ruin it. With text such as it was trained on (--text FILE), gradients "
-            "rank its weights, and the kept ones move: that loses far less. distprune eval "
-            "measures it."
+            "magnitude may ruin it. Without --score, text that it writes ranks its weights, and "
+            "the kept ones move: that loses far less. distprune eval measures it."
         )
 
 

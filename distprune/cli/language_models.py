@@ -73,9 +73,6 @@ class CalibrationRunOptions(RunOptions):
     own_text: bool | None = Field(
         None, description="Text that the model writes, too (if it fits in memory)."
     )
-    update: Literal["least-squares", "none"] = Field(
-        "least-squares", description="What moves kept weights (least-squares)."
-    )
 
     def read(self, read: ReadWindows) -> tuple[TokenWindows | None, TokenWindows | None]:
         """The windows of --text and of --eval; None where there are none. Collective."""
@@ -408,6 +405,9 @@ class ShrinkOptions(CalibrationRunOptions, RanksOptions):
 
     neurons: float = Field(0.0, ge=0, lt=1, description="Share of the neurons of each MLP (0).")
     experts: float = Field(0.0, ge=0, lt=1, description="Share of the experts of each layer (0).")
+    update: Literal["least-squares", "none"] = Field(
+        "least-squares", description="What moves kept weights (least-squares)."
+    )
     round_to: int = Field(128, ge=1, description="A multiple of it is left in each MLP (128).")
     unseen_first: bool = Field(
         False, description="Experts to which no token comes go first, in place of last."

@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -44,6 +44,9 @@ class TextOptions(CalibrationRunOptions, ListingOptions):
         None, ge=0, description="Steps of training at the end (40, if they fit in memory)."
     )
     rounds: tuple[float, ...] = Field((), description="Prune to this sparsity first. Repeat it.")
+    update: Literal["training", "least-squares", "none"] | None = Field(
+        None, description="What moves kept weights (least-squares; training if no polish fits)."
+    )
     keep_scores: Path | None = Field(None, description="Folder for scores of single weights.")
 
     def choose(self, src: Path, keys: dict[str, Any]) -> Choice:
@@ -69,13 +72,13 @@ class TextOptions(CalibrationRunOptions, ListingOptions):
             if useless := sorted(self.model_fields_set - others):
                 names = ", ".join(map(option_name, useless))
                 raise SelectionError(
-                    f"{names} have no effect without text; add --text or --own-text, or leave "
-                    f"{names} out."
+                    f"{names} have no effect without text; add --text or --own-text, or drop them."
                 )
-            return Choice(make_recipe_from(self.recipe, keys), 0, False, 0)
+            return Choice(make_recipe_from(self.recipe, keys), 0, False, 0, "none")
         recipe, length = make_recipe_from(self.recipe, keys, score="fisher"), self.length_for(src)
         try:
-            needs = self.cost(src, Choice(recipe, length, True, 1), self.windows).memory
+            most = Choice(recipe, length, True, 1, self.update or "training")
+            needs = self.cost(src, most, self.windows).memory
         except SelectionError as error:
             way_out = "--score magnitude prunes by the weights alone."
             raise SelectionError(f"{error} {way_out}") from error
@@ -85,22 +88,24 @@ class TextOptions(CalibrationRunOptions, ListingOptions):
         room = room_of(kind_of_device(self.device))
         own_text = self.writes_own_text(src, needs["own text"], room, "--score magnitude")
         polish = STEPS * (needs["polish"] <= room) if self.polish is None else self.polish
-        return Choice(recipe, length, own_text, polish)
+        trains = not polish and self.polish is None and needs.get("training", room + 1) <= room
+        update = self.update or ("training" if trains else "least-squares")
+        return Choice(recipe, length, own_text, polish, update)
 
     def cost(
         self, src: Path, choice: Choice, num_windows: int, num_evaluated: int = 0
     ) -> StreamCost:
         """What pruning by text takes beside what pruning takes; see ``streaming.estimate``."""
-        how: Any = {"own_text": choice.own_text, "polish": choice.polish, **self.arguments()}
+        how: Any = self.arguments(choice) | {"own_text": choice.own_text, "polish": choice.polish}
         with translated(SelectionError):
             from distprune import streaming
 
             text = num_windows, choice.length
             return streaming.estimate(src, choice.recipe, *text, num_evaluated=num_evaluated, **how)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, choice: Choice) -> dict[str, Any]:
         """Arguments of all functions of ``streaming``."""
-        update, dtype = self.update.replace("-", "_"), self.torch_dtype()
+        update, dtype = choice.update.replace("-", "_"), self.torch_dtype()
         return {"update": update, "batch_size": self.batch_size, "dtype": dtype}
 
 
@@ -112,12 +117,14 @@ class Choice(NamedTuple):
         length: tokens of a window; 0: there is no text.
         own_text: whether the model writes text.
         polish: steps of the polishing.
+        update: what moves kept weights.
     """
 
     recipe: Recipe
     length: int
     own_text: bool
     polish: int
+    update: str
 
 
 def _is_language_model(src: Path) -> bool:
@@ -225,11 +232,10 @@ def _prune_by_text(
                 rounds=given.rounds,
                 device=kind,
                 progress=meter.show,
-                progress_of_files=meter.show,
                 keep_scores=given.keep_scores,
                 replace=given.force,
                 tell=terminal.note,
-                **given.arguments(),
+                **given.arguments(choice),
             )
     if pruned.before is not None and pruned.after is not None:
         terminal.note(
@@ -244,7 +250,8 @@ def _method(given: TextOptions, choice: Choice) -> str:
     sources = [*map(str, given.texts), *["text that the model writes"] * choice.own_text]
     recipe = choice.recipe
     steps = ["the scores of the recipe" if recipe.groups else f"score {recipe.score_text}"]
-    steps += ["least squares for the kept weights"] * (given.update != "none")
+    steps += ["least squares for the kept weights"] * (choice.update != "none")
+    steps += ["training of each layer"] * (choice.update == "training")
     steps += [f"{choice.polish} steps of polishing"] * bool(choice.polish)
     size = f"{given.windows:,} windows of {choice.length:,} tokens"
     return f"{size} of each of {', '.join(sources)}: {', then '.join(steps)}."

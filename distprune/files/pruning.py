@@ -49,7 +49,7 @@ def prune(
     plan: Plan,
     destination: str | Path,
     *,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], object] | None = None,
     replace: bool = False,
     tell: Callable[[str], None] | None = None,
     ranked: RankedTensors | None = None,
@@ -128,7 +128,7 @@ def apply(
     checkpoint: Checkpoint,
     destination: str | Path,
     *,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], object] | None = None,
     replace: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Report:

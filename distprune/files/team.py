@@ -55,7 +55,7 @@ class Team(Communicator):
     """
 
     def __init__(
-        self, communicator: Communicator, progress: Callable[[Progress], None] | None = None
+        self, communicator: Communicator, progress: Callable[[Progress], object] | None = None
     ) -> None:
         own = communicator
         super().__init__(own._groups, own.ranks, own.rank, own._device)

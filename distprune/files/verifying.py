@@ -67,7 +67,7 @@ def verify(
     source: str | Path,
     *,
     scores: str | Path | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], object] | None = None,
 ) -> VerifyReport:
     """Check a pruned checkpoint against its source.
 
@@ -294,7 +294,7 @@ def inspect(
     patterns: Sequence[tuple[int, int]] = ((2, 4),),
     input_dims: Mapping[str, Sequence[int]] | None = None,
     *,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], object] | None = None,
 ) -> Iterator[TensorFacts]:
     """Count the numbers of every tensor, in the checkpoint's order.
 
@@ -375,7 +375,7 @@ class TensorDifference:
 
 
 def compare(
-    first: Checkpoint, second: Checkpoint, *, progress: Callable[[Progress], None] | None = None
+    first: Checkpoint, second: Checkpoint, *, progress: Callable[[Progress], object] | None = None
 ) -> Iterator[TensorDifference]:
     """Compare all tensors by name, in the order of the first checkpoint.
 

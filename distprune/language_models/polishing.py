@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distprune.base.naming import Pair
 from distprune.language_models.calibrating import gradients_for, own_parameters
-from distprune.language_models.losses import FINITE, BatchLosses, Prediction
+from distprune.language_models.losses import FINITE, BatchLosses
 from distprune.language_models.running import Report, check_same, in_eval_mode, reporter
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import Communicator, over_groups, world
@@ -21,9 +21,6 @@ from distprune.wrappers.wrapper import is_piece_of_flat, managed_parameters
 
 STEPS, RATE, BATCH = 40, 5e-5, 2
 _WARM_UP = 5  # steps; the rate falls to a tenth after it
-
-# What the dense model says about some windows.
-Teacher = Callable[[slice], Prediction]
 
 
 def polish(
@@ -78,16 +75,14 @@ def polish(
 
     Source: knowledge distillation, Hinton et al., arXiv 1503.02531.
     """
-    dense, state = BatchLosses(teacher), dict[str, Any]()
+    dense, pruned, state = BatchLosses(teacher), BatchLosses(model), dict[str, Any]()
+
+    def loss_of(row: int) -> Tensor:
+        tokens = windows.tokens[row : row + 1]
+        return pruned.divergence(tokens, dense.prediction(tokens))
+
     polishing = polishing_steps(
-        model,
-        lambda rows: dense.prediction(windows.tokens[rows]),
-        windows,
-        parameters,
-        steps=steps,
-        lr=lr,
-        batch_size=batch_size,
-        state=state,
+        model, loss_of, windows, parameters, steps=steps, lr=lr, batch_size=batch_size, state=state
     )
     finished = reporter("polish", steps, progress, "steps")
     with in_eval_mode(teacher):
@@ -99,7 +94,7 @@ def polish(
 
 def polishing_steps(
     model: nn.Module,
-    teacher: Teacher,
+    loss_of: Callable[[int], Tensor],
     windows: TokenWindows,
     parameters: Iterable[Pair],
     *,
@@ -108,10 +103,10 @@ def polishing_steps(
     batch_size: int = BATCH,
     state: dict[str, Any],
 ) -> Iterator[None]:
-    """As :func:`polish`, one step for each item that is asked for.
+    """As :func:`polish`, one step for each item that is asked for, of a model or a part of it.
 
     Args:
-        teacher: what the dense model says about some windows; called before the model runs on them.
+        loss_of: what a step lowers, of the window of a number.
         state: {}, which after each step has the "losses" so far, and the "weights" and the
             "optimizer" as they are; or a copy of one that had them, to go on from there.
     """
@@ -121,7 +116,8 @@ def polishing_steps(
     trained = communicator.run(
         lambda: _trained(model, pairs, steps, lr, batch_size), lambda _: facts
     )
-    batches, order, shards = BatchLosses(model), _in_turn(windows), _shards_of(model, trained)
+    order, shards = _in_turn(windows), _shards_of(model, trained)
+    batch_size = min(batch_size, len(order))
     # Small steps are lost in 16 bits.
     exact = [p if p.dtype.itemsize > 2 else nn.Parameter(p.detach().float()) for p in trained]
     copies = [(p, copy) for p, copy in zip(trained, exact, strict=True) if copy is not p]
@@ -154,8 +150,8 @@ def polishing_steps(
                 row = order[number % len(order)]
 
                 def backward(row: int = row, weight: float = counts / batch_size) -> Tensor:
-                    target = teacher(slice(row, row + 1))
-                    loss = batches.divergence(windows.tokens[row : row + 1], target)
+                    runs = weight > 0 or ranks.averages_gradients  # a wrapper communicates
+                    loss = loss_of(row) if runs else torch.zeros((), requires_grad=True)
                     scale = ranks.size if ranks.averages_gradients else 1
                     torch.autograd.backward(loss * (weight * scale))
                     return loss.detach().double().cpu() * (weight * ranks.is_counted)
@@ -170,7 +166,8 @@ def polishing_steps(
                 raise ValueError(f"the loss of step {step} is {loss}; {FINITE}")
             if not ranks.averages_gradients:
                 for parameter in exact:
-                    assert parameter.grad is not None
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
                     communicator.sum_floats(parameter.grad)
             _clip(exact, shards)
             for group in optimizer.param_groups:
@@ -199,6 +196,8 @@ def _trained(
             "none of the parameters to train is one of the model's own; expected pairs of this "
             "model, and use_orig_params=True of FSDP1."
         )
+    for parameter in found:
+        parameter.requires_grad_(True)
     return found
 
 

@@ -256,9 +256,8 @@ def checksums(locals_: Sequence[Tensor]) -> list[int]:
     Cost: one read, about as fast as memory; a copy of a tensor that is not contiguous. Waits for
     a device once.
     """
-    totals = []
-    for numbers in memory.on_host([_sums(local.detach()) for local in locals_]):
-        totals.append(sum(int(n) * _block_weight(i) for i, n in enumerate(numbers)))
+    found = memory.on_host([_sums(local.detach()) for local in locals_])
+    totals = (sum(int(n) * _block_weight(i) for i, n in enumerate(of_one)) for of_one in found)
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 

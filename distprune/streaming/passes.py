@@ -25,8 +25,8 @@ from distprune.files.ranked import RankedTensors
 from distprune.files.statistics_file import StoredStatistics, read_statistics, write_statistics
 from distprune.files.team import Team
 from distprune.language_models.calibrating import elementwise_criterion
-from distprune.language_models.losses import BatchLosses, Prediction
-from distprune.language_models.polishing import polishing_steps
+from distprune.language_models.losses import BatchLosses
+from distprune.language_models.polishing import BATCH, polishing_steps
 from distprune.language_models.running import Report, check_finite, reporter
 from distprune.language_models.text import TokenWindows
 from distprune.recipes import ELEMENTWISE, Recipe
@@ -38,9 +38,11 @@ from distprune.streaming.layers import StoredLayers, StreamedModel
 from distprune.streaming.windows import WindowStream
 from distprune.streaming.work import Work
 
-Update = Literal["least_squares", "none"]
-# About how long a layer takes on a window, in forwards of it.
-_WEIGHTS = {"forward": 1, "backward": 3, "update": 2, "teacher": 1, "after": 1}
+Update = Literal["training", "least_squares", "none"]
+# How often each window trains a layer, and the learning rate.
+_EPOCHS, _RATE = 4, 1e-4
+# About how long passes take for a layer and a window, in forwards of it; others take one.
+_WEIGHTS = {"backward": 3, "training": 3 + 3 * _EPOCHS, "least_squares": 2}
 # Between two states of the polishing that are written, from which a killed run goes on.
 _SECONDS_BETWEEN_SAVES = 300
 
@@ -61,7 +63,7 @@ class TextSettings:
     @property
     def moves(self) -> bool:
         """Whether kept weights move."""
-        return self.update == "least_squares"
+        return self.update != "none"
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """What decides the result, as JSON."""
@@ -105,7 +107,7 @@ class Settings(TextSettings):
         """The passes over all layers, in their order."""
         has_backward = self.collects == "gradients" or bool(self.elementwise)
         has_update = self.moves or self.evaluation is not None or self.polish > 0
-        needed = {"forward": True, "backward": has_backward, "update": has_update}
+        needed = {"forward": True, "backward": has_backward, self.update: has_update}
         needed["after"] = self.polish > 0 and self.evaluation is not None
         return [name for name, is_needed in needed.items() if is_needed]
 
@@ -134,7 +136,7 @@ class LayerPasses:
         todo = {
             name: len(numbers) - len(self.work.get(name, [])) for name, numbers in passes.items()
         }
-        total = sum(_WEIGHTS[name] * number for name, number in todo.items())
+        total = sum(_WEIGHTS.get(name, 1) * number for name, number in todo.items())
         windows, progress = len(self.settings.windows), self.settings.progress
         return reporter(phase, total * windows, progress, "forwards of a layer")
 
@@ -151,10 +153,10 @@ class LayerPasses:
                 yield number
             done = [*done, number]
             self.work.record(name, done)
-            finished(len(self.settings.windows) * _WEIGHTS[name])
+            finished(len(self.settings.windows) * _WEIGHTS.get(name, 1))
 
-    def _stream(self, name: str, windows: TokenWindows) -> WindowStream:
-        size, place = self.settings.batch_size, self.work.folder("states") / name
+    def _stream(self, name: str, windows: TokenWindows, batch_size: int = 0) -> WindowStream:
+        size, place = batch_size or self.settings.batch_size, self.work.folder("states") / name
         make = partial(WindowStream, self.streamed, windows, size, place, self.work.forget)
         return self.work.communicator.run(make)
 
@@ -188,9 +190,7 @@ class Passes(LayerPasses):
         settings, work, numbers = self.settings, self.work, range(len(self.streamed.layers))
         dense = self._stream("dense", settings.windows)
         evaluation = settings.evaluation
-        held_out = []
-        if evaluation is not None and self.before is None:
-            held_out = [self._stream("before", evaluation)]
+        held_out = [self._stream("before", evaluation)] if evaluation and not self.before else []
         names = [*settings.passes, *(["teacher"] if settings.polish and self.teacher else [])]
         finished = self._finished("prune", dict.fromkeys(names, numbers))
         layers = partial(self._layers, finished)
@@ -211,15 +211,17 @@ class Passes(LayerPasses):
                 self._differentiate(dense, number)
                 dense.remove("gradient", number + 2)
         recipe, masks = self._with_scores(), None
-        if "update" in settings.passes:
-            is_last = evaluation is not None and not settings.polish
-            held_out = [self._stream("after", evaluation)] if is_last and evaluation else []
+        if settings.update in settings.passes:
+            last = None if settings.polish else evaluation
+            held_out = [self._stream("after", last)] if last else []
+            trains, streams = settings.update == "training", [dense]
+            streams += [self._stream("pruned", settings.windows, 1)] if trains else []
             planned = work.communicator.run(lambda: plan(self.streamed.checkpoint.folder, recipe))
             masks = RankedTensors(planned, Team(work.communicator))
             masks.find_cuts()
-            for number in layers("update", numbers):
-                self._update(dense, number, masks)
-                for stream in held_out:
+            for number in layers(settings.update, numbers):
+                self._update(streams, number, masks)
+                for stream in streams[1:] + held_out:
                     stream.move_on(number)
             for stream in held_out:
                 perplexities["after"] = work.once("after", partial(_perplexity, stream))
@@ -329,17 +331,18 @@ class Passes(LayerPasses):
         finished(len(state.get("losses", [])))
         parameters = list(itertools.chain(*stored.parameters))
         with streamed.whole() as model:
-            for module, name in parameters:
-                module.get_parameter(name).requires_grad_(True)
             communicator.run(lambda: _attach(stored, parameters, masks, zeros_too=True))
+            pruned = BatchLosses(model)
 
-            def teach(rows: slice) -> Prediction:
-                at_end = dense.last_state(rows.start)
+            def loss_of(row: int) -> Tensor:
+                tokens = settings.windows.tokens[row : row + 1]
+                at_end = dense.of_window(len(streamed.layers), row)
                 with streamed.through(lambda embedded: at_end.to(embedded)):
-                    return BatchLosses(model).prediction(settings.windows.tokens[rows])
+                    target = BatchLosses(model).prediction(tokens)
+                return pruned.divergence(tokens, target)
 
             polishing = polishing_steps(
-                model, teach, settings.windows, parameters, steps=settings.polish, state=state
+                model, loss_of, settings.windows, parameters, steps=settings.polish, state=state
             )
             written_at = time.monotonic()
             for _ in polishing:
@@ -361,20 +364,26 @@ class Passes(LayerPasses):
                     work.on_first_rank(partial(write_tensors, file, made))
         return {"steps": settings.polish, "losses": state["losses"]}
 
-    def _update(self, stream: WindowStream, number: int, masks: RankedTensors) -> None:
+    def _update(self, streams: Sequence[WindowStream], number: int, masks: RankedTensors) -> None:
         """Prune a layer, which is in memory, and move its kept weights, if any move.
 
         Afterwards it has the weights that a checkpoint with the new tensors has.
+
+        Args:
+            streams: what the dense model computes of the windows; and what the pruned layers before
+                this one do, if layers are trained.
         """
         stored, work, parameters = self.stored, self.work, self.stored.parameters[number]
         grams = None
         if self.settings.moves and parameters:
             grams = GramMatrices(parameters, allow_empty="*")
-            stream.collect(number, grams)
+            streams[0].collect(number, grams)
         _attach(stored, parameters, masks)
         errors: Sequence[ReconstructedParameter] = ()
         if grams is not None:
             errors = reconstruct(parameters, grams, damping=self.settings.damping).parameters
+            if len(streams) > 1:
+                self._train(number, *streams)
         for parameter in parameters:
             remove(*parameter)
         if grams is not None:
@@ -386,6 +395,20 @@ class Passes(LayerPasses):
         kept = [row for row in work.get("errors", []) if row[0] not in {e.name for e in errors}]
         rows = [[e.name, e.error_before, e.error_after] for e in errors]
         work.record("errors", kept + rows)
+
+    def _train(self, number: int, dense: WindowStream, pruned: WindowStream) -> None:
+        """Train a pruned layer to return what it does in the dense model, of what comes to it."""
+        layer, parameters = self.streamed.layers[number], self.stored.parameters[number]
+        windows = self.settings.windows
+        steps = _EPOCHS * len(windows) // BATCH
+
+        def loss_of(row: int) -> Tensor:
+            made = pruned.call(number, 0, pruned.of_window(number, row)).float()
+            target = dense.of_window(number + 1, row).to(made)
+            # Of each token alike: some have states that are thousands of times as large.
+            return ((made - target).square() / target.square().mean(-1, keepdim=True)).sum()
+
+        list(polishing_steps(layer, loss_of, windows, parameters, steps=steps, lr=_RATE, state={}))
 
 
 def _attach(

@@ -30,7 +30,6 @@ from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.planning import STATISTICS_FILE, check_scores, plan, source_facts
 from distprune.files.pruning import prune as prune_files
 from distprune.files.reports import Report, read_report
-from distprune.files.team import Progress
 from distprune.language_models.folders import load_sharded, require_extra
 from distprune.language_models.losses import SLICE
 from distprune.language_models.running import Report as ReportProgress
@@ -114,6 +113,9 @@ def cost_of(
         updates = map(_bytes_of_update, weights)
         sizes = zip(layers, updates, strict=True)
         memory["update"] = activations + max(size + update for size, update in sizes)
+    if settings.update == "training":
+        sizes = zip(layers, pruned, strict=True)
+        memory["training"] = 4 * activations + max(size + 24 * n for size, n in sizes)
     whole = sum(map(streamed.num_bytes, range(-1, num_layers))) // item
     if own_text:
         memory["own text"] = bytes_of_own_text(streamed, length)
@@ -127,7 +129,7 @@ def cost_of(
     disk += sum(pruned) * item if settings.moves else 0
     disk += sum(pruned) * (item + 24) if settings.polish else 0  # two states, for a moment
     disk += stored.num_scored(settings.elementwise) * torch.float32.itemsize
-    num_passes = len(settings.passes) - ("update" in settings.passes and not settings.moves)
+    num_passes = len(settings.passes) - ("none" in settings.passes)
     reads = num_passes * sum(layers) + 2 * around
     return StreamCost({name: size + _BASE for name, size in memory.items()}, disk, reads)
 
@@ -156,7 +158,8 @@ def memory_of_own_text(source: str | Path, length: int, dtype: torch.dtype | Non
 def bytes_of_states(streamed: StreamedModel, settings: TextSettings) -> int:
     """What hidden states and gradients take of the disk, at most."""
     num_evaluated = 0 if settings.evaluation is None else len(settings.evaluation)
-    num_states = len(settings.windows) * (len(streamed.layers) + 3) + 4 * num_evaluated
+    num_stages = len(streamed.layers) + 3 + 3 * (settings.update == "training")
+    num_states = len(settings.windows) * num_stages + 4 * num_evaluated
     config, item = streamed.model.config.get_text_config(), streamed.model.dtype.itemsize
     size: int = num_states * settings.windows.length * config.hidden_size * item
     return size
@@ -213,7 +216,6 @@ def prune_folder(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: ReportProgress | None = None,
-    progress_of_files: Callable[[Progress], None] | None = None,
     keep_scores: str | Path | None = None,
     replace: bool = False,
     tell: Callable[[str], None] | None = None,
@@ -231,7 +233,9 @@ def prune_folder(
     3. ``files.pruning`` ranks the stored weights by these, as it does for a file of statistics or a
        folder of scores.
     4. For each layer: the Gram matrices of the inputs that it has in the dense model, and least
-       squares for its kept weights (``distprune.reconstruct``).
+       squares for its kept weights (``distprune.reconstruct``). With update "training" also some
+       steps of AdamW, for the layer to return what it does in the dense model, of the inputs that
+       the pruned layers before it give.
     5. With ``polish``, the whole model is trained for some steps towards the predictions of the
        dense one, with the zeros held (``language_models.polish``).
     6. ``files.pruning`` writes the destination: what it writes without text, but for the kept
@@ -252,7 +256,8 @@ def prune_folder(
         own_text: text that the model is to write first, which needs the whole model in memory on
             every rank. It is kept, and a result has it as ``distprune/own_text.safetensors``: runs
             that find it there, or in what a killed run left, use the same one.
-        update: "least_squares", or "none": kept weights stay what they are.
+        update: "least_squares"; "training", which follows it; or "none": kept weights stay what
+            they are.
         damping: as for ``reconstruct``.
         polish: steps of the polishing; it needs the whole model in memory on every rank, and
             :func:`estimate` says how much.
@@ -266,8 +271,8 @@ def prune_folder(
         dtype: in which the model computes; None: that of the config. Values are stored in the dtype
             of the source.
         device: where it computes; by default the CPU.
-        progress: called after every layer.
-        progress_of_files, replace, tell: as for ``files.pruning.prune``.
+        progress: called after every layer, and as for ``files.pruning.prune``.
+        replace, tell: as for ``files.pruning.prune``.
         keep_scores: a free name for a folder, which gets the scores of single weights and stays:
             ``verify`` needs them, and other recipes can rank by them.
 
@@ -284,10 +289,11 @@ def prune_folder(
         FilesError: of any other kind, as ``files.pruning.prune``. Each on every rank.
 
     Cost: per window a forward for the hidden states, a forward and a backward for scores of
-    gradients, and a forward for the update. Memory: one layer, for scores of gradients with these
-    (and 12 bytes for each weight that has a score of its own), for the update with its Gram
-    matrices (8 bytes x inputs**2 for each different input) and the solver's copies of one matrix;
-    or embedding and head; and one batch. Disk: tokens x width x (layers + 3) elements, for the
+    gradients, and a forward for the update; for training as much as 13 forwards. Memory: one
+    layer, for scores of gradients with these (and 12 bytes for each weight that has a score of its
+    own), for the update with its Gram matrices (8 bytes x inputs**2 for each different input) and
+    the solver's copies of one matrix, for training with 24 bytes for each weight; or embedding and
+    head; and one batch. Disk: tokens x width x (layers + 6) elements, for the
     update a copy of the pruned tensors, and 4 bytes for each weight that has a
     score of its own; all are removed at the end, unless scores are kept. Reads of the
     checkpoint: one for each pass, those of ``files.pruning.prune``, and one for the masks of the
@@ -371,7 +377,7 @@ def prune_folder(
         report = prune_files(
             planned,
             place,
-            progress=progress_of_files,
+            progress=progress,
             replace=replace and number == last,
             tell=say,
             ranked=ranked,

@@ -304,7 +304,7 @@ class ShrinkPasses(LayerPasses):
         """Write layers without the neurons that are worth least; let the others take over."""
         settings, model = self.settings, self.streamed.model
         first, last = min(self.layers), max(self.layers)
-        passes = {"update": numbers}
+        passes = {str(settings.update): numbers}
         if len(settings.windows):
             passes |= {"forward": numbers, "backward": numbers[first:][::-1]}
         layers = partial(self._layers, self._finished("shrink", passes))
@@ -329,7 +329,7 @@ class ShrinkPasses(LayerPasses):
             if settings.moves:
                 stream = self._stream("after", settings.windows)
 
-        for number in layers("update", numbers):
+        for number in layers(settings.update, numbers):
             if number in self.layers:
                 find = partial(shrinking.worth_of_neurons, model, self.layers[number], factors)
                 self._keep_best(number, self.work.communicator.run(find), stream)

@@ -140,10 +140,10 @@ class WindowStream(HiddenStates):
         """Read a stage of a batch."""
         return self._read("state", stage, self._first(batch))
 
-    def last_state(self, row: int) -> Tensor:
-        """The last stage of a window of any rank, [1, length, width]."""
+    def of_window(self, stage: int, row: int) -> Tensor:
+        """Read a stage of a window of any rank, [1, length, width]."""
         first = row - row % self._batch_size
-        return self._read("state", len(self._streamed.layers), first)[row - first, None]
+        return self._read("state", stage, first)[row - first, None]
 
     def move_on(self, number: int) -> None:
         """As :meth:`advance`, and remove the stage before the one that it has read.

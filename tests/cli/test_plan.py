@@ -91,7 +91,7 @@ def test_pruning_much_of_a_language_model_by_magnitude_is_advised_against(
     (source / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     done = run("plan", source, *flags)
     assert done.code == 0
-    assert ("(--text FILE)" in done.err) == is_warned
+    assert ("Without --score" in done.err) == is_warned
 
 
 FOR_TRAINING = {"cubic_80"}

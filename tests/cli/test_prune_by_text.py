@@ -68,7 +68,7 @@ def test_what_is_wrong_is_said_before_the_work(run, made, tmp_path):
         (["--score", "magnitude"], 2, "--length, --windows have no effect without text"),
         (["--no-own-text"], 2, "--length, --windows have no effect without text"),
         (["--text", text, "--round", "0.6"], 2, "rising ones below the sparsity"),
-        (["--text", text, "--update", "adam"], 2, "is not one of 'least-squares', 'none'"),
+        (["--text", text, "--update", "adam"], 2, "is not one of 'training', 'least-squares'"),
         (["--text", text, "--also", "lm_head.weight"], 2, "is in no decoder layer"),
     ]
     for options, code, expected in cases:
@@ -91,7 +91,7 @@ def test_eval_of_a_model_that_is_streamed(run, made):
     assert done.code == 2 and "for eval of --text only" in done.err
 
 
-def test_plan_says_what_text_takes(run, made):
+def test_plan_says_what_text_takes(run, made, monkeypatch):
     model, text, _ = made
     command = ["plan", model, *OPTIONS, "--text", text, "--no-own-text", "--polish", "0"]
     done = run(*command)
@@ -106,6 +106,9 @@ def test_plan_says_what_text_takes(run, made):
     memory = by_default.json["cost_by_text"]["memory"]
     assert {"own text", "polish"} <= memory.keys() and "polish" not in cost["memory"]
     assert by_default.json["recipe"]["score"] == "fisher"
+    monkeypatch.setattr("distprune.streaming.room_of", lambda device: memory["polish"] - 1)
+    done = run(*command[:4], "--device", "cpu")
+    assert "then training of each layer" in done.out and "polishing" not in done.out, done.err
 
 
 def test_without_text_a_model_is_pruned_by_its_own(run, made, tmp_path):

@@ -130,10 +130,11 @@ def first_moments(folder):
     model.model.layers[0].mlp.down_proj.weight.data.mul_(2)
     model, dense = (wrap(each, "fsdp1_root-2") for each in (model, tiny_llama()))
 
-    def teacher(rows):
-        return BatchLosses(dense).prediction(windows.tokens[rows])
+    def loss_of(row):
+        tokens = windows.tokens[row : row + 1]
+        return BatchLosses(model).divergence(tokens, BatchLosses(dense).prediction(tokens))
 
-    next(polishing_steps(model, teacher, windows, prune.select(model), steps=1, state=state))
+    next(polishing_steps(model, loss_of, windows, prune.select(model), steps=1, state=state))
     return float(sum(s["exp_avg"].square().sum() for s in state["optimizer"]["state"].values()))
 
 

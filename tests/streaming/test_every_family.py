@@ -31,6 +31,7 @@ def test_families(tmp_path, name):
         assert str(planned.value) == str(refused.value)
         assert not list(tmp_path.glob("out*"))
         return
-    made = streaming.prune_folder(source, tmp_path / "out", RECIPE, text, evaluation=text)
+    options = {"evaluation": text, "update": "training"}
+    made = streaming.prune_folder(source, tmp_path / "out", RECIPE, text, **options)
     whole = language_models.perplexity(language_models.load_sharded(source), text)
     assert made.before == pytest.approx(whole.perplexity, rel=1e-6)

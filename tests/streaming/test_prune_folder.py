@@ -105,6 +105,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(llama, tmp_path, monk
 
 
 POLISHED = {"polish": 3, "own_text": streaming.OwnText(tiny_tokenizer(), 2, 12), "batch_size": 4}
+POLISHED["update"] = "training"
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,26 @@ def test_what_is_trained_of_a_bfloat16_model_is_float32(polished, tmp_path):
         made.append(torch.tensor(read_report(out).inputs["update"]["polish"]["losses"]))
     assert torch.allclose(*made, rtol=0.05) and not torch.equal(*made)
     assert bool((made[1][-3:] < made[1][:3]).all())  # of the same windows
+
+
+def states_of(folder):
+    """The hidden states of the windows after each layer."""
+    model, ids = language_models.load_sharded(folder), tokens(6, seed=1, vocabulary=200).tokens
+    return model(input_ids=ids, output_hidden_states=True).hidden_states[1:-1]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_training_brings_what_layers_return_nearer_to_the_dense_model(polished, tmp_path, dtype):
+    """Zeros are those of masks; some ranks have no window of a step."""
+    folders = [tmp_path / update for update in ("least_squares", "training")]
+    for folder in folders:
+        run(polished, folder, update=folder.name, dtype=dtype)
+    for plain, trained, dense in zip(*map(states_of, [*folders, polished / "source"]), strict=True):
+        assert (trained - dense).norm() < 0.99 * (plain - dense).norm()
+    run_ranks(run, 4, polished, tmp_path / "ranks", update="training", dtype=dtype)
+    before, after, of_ranks = map(weights_of, [*folders, tmp_path / "ranks"])
+    for name, weight in after.items():
+        assert torch.equal(weight == 0, before[name] == 0) and torch.equal(weight, of_ranks[name])
 
 
 def polished_in_memory(plain, source):
