@@ -88,7 +88,8 @@ class TextOptions(CalibrationRunOptions, ListingOptions):
         room = room_of(kind_of_device(self.device))
         own_text = self.writes_own_text(src, needs["own text"], room, "--score magnitude")
         polish = STEPS * (needs["polish"] <= room) if self.polish is None else self.polish
-        trains = not polish and self.polish is None and needs.get("training", room + 1) <= room
+        trains = self.update is None and self.polish is None and not polish
+        trains = trains and needs["training"] <= room
         update = self.update or ("training" if trains else "least-squares")
         return Choice(recipe, length, own_text, polish, update)
 

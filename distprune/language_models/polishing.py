@@ -150,7 +150,7 @@ def polishing_steps(
                 row = order[number % len(order)]
 
                 def backward(row: int = row, weight: float = counts / batch_size) -> Tensor:
-                    runs = weight > 0 or ranks.averages_gradients  # a wrapper communicates
+                    runs = weight > 0 or ranks.averages_gradients  # in a wrapper, all run
                     loss = loss_of(row) if runs else torch.zeros((), requires_grad=True)
                     scale = ranks.size if ranks.averages_gradients else 1
                     torch.autograd.backward(loss * (weight * scale))
@@ -196,8 +196,6 @@ def _trained(
             "none of the parameters to train is one of the model's own; expected pairs of this "
             "model, and use_orig_params=True of FSDP1."
         )
-    for parameter in found:
-        parameter.requires_grad_(True)
     return found
 
 

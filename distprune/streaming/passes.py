@@ -332,14 +332,14 @@ class Passes(LayerPasses):
         parameters = list(itertools.chain(*stored.parameters))
         with streamed.whole() as model:
             communicator.run(lambda: _attach(stored, parameters, masks, zeros_too=True))
-            pruned = BatchLosses(model)
+            losses = BatchLosses(model)
 
             def loss_of(row: int) -> Tensor:
                 tokens = settings.windows.tokens[row : row + 1]
                 at_end = dense.of_window(len(streamed.layers), row)
                 with streamed.through(lambda embedded: at_end.to(embedded)):
-                    target = BatchLosses(model).prediction(tokens)
-                return pruned.divergence(tokens, target)
+                    target = losses.prediction(tokens)
+                return losses.divergence(tokens, target)
 
             polishing = polishing_steps(
                 model, loss_of, settings.windows, parameters, steps=settings.polish, state=state
@@ -403,6 +403,7 @@ class Passes(LayerPasses):
         steps = _EPOCHS * len(windows) // BATCH
 
         def loss_of(row: int) -> Tensor:
+            # Its other arguments are those of any window: see hidden_states.[Note: a chain].
             made = pruned.call(number, 0, pruned.of_window(number, row)).float()
             target = dense.of_window(number + 1, row).to(made)
             # Of each token alike: some have states that are thousands of times as large.
@@ -417,8 +418,12 @@ def _attach(
     masks: RankedTensors,
     zeros_too: bool = False,
 ) -> None:
-    """Prune parameters, which are in memory, as the ranking says; or also what is zero already."""
+    """Prune parameters, which are in memory, as the ranking says; or also what is zero already.
+
+    They have gradients from then on.
+    """
     for parameter in parameters:
+        _weight(parameter).requires_grad_(True)
         mask = stored.mask(parameter.fqn, lambda name: torch.from_numpy(masks.keep(name)))
         mask = mask.to(_weight(parameter).device)
         custom_from_mask(*parameter, mask * (_weight(parameter) != 0) if zeros_too else mask)

@@ -293,7 +293,7 @@ def prune_folder(
     layer, for scores of gradients with these (and 12 bytes for each weight that has a score of its
     own), for the update with its Gram matrices (8 bytes x inputs**2 for each different input) and
     the solver's copies of one matrix, for training with 24 bytes for each weight; or embedding and
-    head; and one batch. Disk: tokens x width x (layers + 6) elements, for the
+    head; and one batch. Disk: tokens x width x (layers + 3) elements, for training + 6, for the
     update a copy of the pruned tensors, and 4 bytes for each weight that has a
     score of its own; all are removed at the end, unless scores are kept. Reads of the
     checkpoint: one for each pass, those of ``files.pruning.prune``, and one for the masks of the
