@@ -33,18 +33,18 @@ ROOMS = {
     "methods": (668, 4),
     "ranking": (1658, 9),
     "ranks": (345, 2),
-    "recipes": (300, 1),
+    "recipes": (297, 1),
     "reconstruction.py": (288, 1),
     "schedule.py": (214, 1),
     "selftest.py": (322, 1),
-    "shards": (785, 5),
+    "shards": (789, 5),
     "statistics": (1365, 6),
-    "streaming": (1481, 7),
+    "streaming": (1479, 7),
     "testing.py": (211, 1),
     "verification.py": (492, 1),
     "wrappers": (1091, 8),
 }
-TOTAL = (19999, 120)
+TOTAL = (19998, 120)
 # Lines of code of the other folders.
 FOLDERS = {"tests": 28000, "launch": 831}
 NO_CODE = {

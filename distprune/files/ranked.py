@@ -398,9 +398,10 @@ def _whole(shape: Sequence[int]) -> IndexMap:
 def factored_of(stored: StoredStatistics, score: str, sums: Sequence[Tensor]) -> FactoredScores:
     """What |w| is multiplied by; ``sums`` of |w|, for "ria": of each input and of each output."""
     first, second = map(torch.from_numpy, (stored.first, stored.second))
-    if score in ("fisher", "stade"):
-        make = factored.fisher if score == "fisher" else factored.stade
-        return make(stored.layout, first, second, stored.count)
+    if score == "fisher":
+        return factored.fisher(stored.layout, first, second, stored.count, stored.total)
+    if score == "stade":
+        return factored.stade(stored.layout, first, second, stored.count)
     if score == "ria":
         return factored.ria(stored.layout, second, stored.count, sums)
     return factored.wanda(stored.layout, second, stored.count)

@@ -71,6 +71,7 @@ from operator import add
 from typing import Any
 
 import numpy as np
+import torch
 
 from distprune.base.amount import listed
 from distprune.base.blocks import EXPERT_LAYOUTS, LAYOUTS, Layout, WeightLayout, layout_along
@@ -99,6 +100,8 @@ class StoredStatistics:
         first, second: float64, what was added up: inputs and their squares, both of the input
             shape; or weight * g**2 over each row, [outputs], and each column, of the input shape.
         of_gradients: whether it is the latter.
+        total: of gradients of a part of the rows of a matrix, what scores need of all; see
+            ``factored.fisher``.
     """
 
     layout: WeightLayout
@@ -106,6 +109,7 @@ class StoredStatistics:
     first: np.ndarray
     second: np.ndarray
     of_gradients: bool = False
+    total: Any = None
 
     def _by_matrix(self) -> list[np.ndarray]:
         """Copies of the sums, with one row for each matrix that may see nothing alone."""
@@ -115,23 +119,19 @@ class StoredStatistics:
     def typical(self) -> list[tuple[float, float] | None]:
         """Of each matrix two means by which siblings can be scored; None if it saw nothing."""
         first, second = self._by_matrix()
-        if self.of_gradients:
-            num_outputs = max(1, first.shape[1])
-            means = [float(row.sum()) / (self.count or 1.0) / num_outputs for row in second]
-            return [(0.0, mean) if mean else None for mean in means]
-        rows = zip(np.reshape(self.count, -1), first, second, strict=True)
+        counts = np.full(len(second), self.count)
         return [
             (float(((sums / n) ** 2).mean()), float((squares / n).mean()))
-            if n and len(squares)
+            if n and (squares.any() if self.of_gradients else len(squares))
             else None
-            for n, sums, squares in rows
+            for n, sums, squares in zip(counts, first, second, strict=True)
         ]
 
     def filled(self, numbers: Sequence[int], means: Sequence[float]) -> StoredStatistics:
         """The same, where some matrices have the means of others; see :meth:`typical`."""
         (first, second), count = self._by_matrix(), self.count
         if self.of_gradients:
-            first[numbers], second[numbers] = means[1] * count, 1.0
+            first[numbers], second[numbers] = 1.0, means[1] * count
         else:
             counts = np.array(count).reshape(-1)
             counts[numbers], first[numbers], second[numbers] = 1, math.sqrt(means[0]), means[1]
@@ -449,10 +449,11 @@ def _statistics_of(
     whole = (entry.shape[0] * num_parts, *entry.shape[1:])
     if not layout.are_experts or row >= layout.num_matrices or whole != layout.matrix_shape:
         return None
-    count, first = stored.count, stored.first
+    count, first, total = stored.count, stored.first, None
     if stored.of_gradients:
-        first = first.reshape(layout.num_matrices, num_parts, -1)[row, part]
+        rows = first.reshape(layout.num_matrices, num_parts, -1)[row]
+        first, total = rows[part], torch.from_numpy(rows.reshape(-1)).sqrt().sum()
     else:
         count, first = count[row], first[row]
-    linear = WeightLayout("linear", entry.shape)
-    return replace(stored, layout=linear, count=count, first=first, second=stored.second[row])
+    linear, second = WeightLayout("linear", entry.shape), stored.second[row]
+    return replace(stored, layout=linear, count=count, first=first, second=second, total=total)

@@ -89,11 +89,6 @@ def _pattern(value: Any) -> str:
     return f"{n}:{m}"
 
 
-def _checked(pattern: str) -> str:
-    matcher(pattern)
-    return pattern
-
-
 def _schedule(value: Any) -> Schedule:
     if isinstance(value, tuple(SCHEDULES.values())):
         return cast("Schedule", value)
@@ -108,7 +103,7 @@ def _schedule(value: Any) -> Schedule:
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _Name = Annotated[str, Field(min_length=1)]
-_Glob = Annotated[_Name, AfterValidator(_checked)]
+_Glob = Annotated[_Name, AfterValidator(lambda pattern: matcher(pattern) and pattern)]
 _OneOrMore = BeforeValidator(_listed, json_schema_input_type=str | list[str])
 Names = Annotated[tuple[_Name, ...], Field(strict=False), _OneOrMore]
 Patterns = Annotated[tuple[_Glob, ...], Field(strict=False), _OneOrMore]

@@ -116,25 +116,31 @@ def ria(
 
 
 def fisher(
-    layout: WeightLayout, by_output: Tensor, by_input: Tensor, weight: float
+    layout: WeightLayout,
+    by_output: Tensor,
+    by_input: Tensor,
+    weight: float,
+    total: Tensor | None = None,
 ) -> FactoredScores:
-    """|w_ij| * sqrt(r_i * c_j / T), of the sums r and c of the mean of g**2 over rows and columns.
+    """|w_ij| * sqrt(c_j * sqrt(r_i) / R), of the sums r and c of the mean of g**2.
 
-    T is the sum over the whole matrix; each expert, and each group of a convolution, has its own.
+    Those of r are over rows, and of c over columns; R is the sum of the roots of r. Each expert,
+    and each group of a convolution, is a matrix of its own.
 
     Args:
         layout: of the weight.
         by_output: float64 [outputs], the sums of weight * g**2 over rows, matrix by matrix.
         by_input: float64, of the input shape: those over columns, matrix by matrix.
         weight: the sum of the weights of all batches; above 0.
+        total: R, where ``by_output`` has a part of the rows of a matrix; else that of all.
     """
-    columns = by_input.reshape(layout.num_matrices, -1)
+    roots = by_output.sqrt().reshape(layout.num_matrices, -1)
     # One after the other, and not by rows: the sum of one matrix has the same bits, whatever
     # else is stored beside it.
-    totals = torch.stack([c.sum() for c in columns]).unsqueeze(1)
-    shares = torch.where(totals > 0, columns / totals, 0.0).sqrt().reshape(by_input.shape)
-    rows = (by_output / weight).sqrt()
-    return FactoredScores([[layout.of_outputs(rows).float(), layout.of_inputs(shares).float()]])
+    totals = torch.stack([r.sum() for r in roots]).unsqueeze(1) if total is None else total
+    shares = torch.where(totals > 0, roots / totals, 0.0).sqrt().reshape(by_output.shape)
+    columns = (by_input / weight).sqrt()
+    return FactoredScores([[layout.of_outputs(shares).float(), layout.of_inputs(columns).float()]])
 
 
 def _rms(squares: Tensor, num_tokens: Tokens) -> Tensor:

@@ -365,14 +365,15 @@ class GradientStatistics(Statistics):
         )
 
     def fisher(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
-        """Scores of the Fisher information by factors: |w_ij| * sqrt(r_i * c_j / T). Collective.
+        """Scores of the Fisher information by factors. Collective.
 
-        r_i and c_j are the sums of the mean of g**2 over row i and over column j of a matrix, and T
-        is the sum of all of it. ``r_i * c_j / T`` is the matrix of rank one with these sums, by
-        which Adafactor replaces the second moment of each element. So the scores are the root
-        of ``w**2 * r_i * c_j / T``, Fisher's ``w**2 * E[g**2]`` with that matrix for ``E[g**2]``:
-        a root changes no order, within a parameter or between parameters. A matrix whose T is
-        0 is ranked by magnitude, times the typical score of its siblings; a warning names it.
+        They are |w_ij| * sqrt(c_j * sqrt(r_i) / R): r_i and c_j are the sums of the mean of g**2
+        over row i and over column j of a matrix, R is the sum of sqrt(r). Without the roots of r,
+        they would be the root of Fisher's ``w**2 * E[g**2]``, where Adafactor's matrix of rank one,
+        ``r_i * c_j / sum of r``, replaces the mean of each element. The roots halve how much rows
+        differ, and keep the sum of the matrix: which outputs matter depends on the text, and models
+        that are pruned so are better on other texts. A matrix without gradients is ranked by
+        magnitude, times the typical score of its siblings; a warning names it.
 
         Args:
             parameters: some of the parameters, the same on all ranks; by default all.

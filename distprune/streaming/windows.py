@@ -65,7 +65,11 @@ class WindowStream(HiddenStates):
         ranks = running.DataRanks(world().index, world().size, True)
         steps = running.steps_of(len(windows), batch_size, ranks)
         self.batches: list[running.Step] = [step for step in steps if step.num_windows]
-        self._embed()
+        with torch.no_grad(), streamed.around() as model:
+            for step in self.batches:
+                tokens = windows.tokens[step.rows]
+                self.catch(partial(running.output_of, model, tokens, needs_logits=False))
+                streamed.check_chain(self)
 
     def collect(self, number: int, statistics: ActivationStatistics) -> None:
         """Statistics of the inputs inside of a layer, which is in memory. Collective."""
@@ -158,14 +162,6 @@ class WindowStream(HiddenStates):
         for batch in range(len(self.batches)):
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self._path(kind, number, self._first(batch)))
-
-    def _embed(self) -> None:
-        """Make the first stage, and keep what layers are called with."""
-        with torch.no_grad(), self._streamed.around() as model:
-            for step in self.batches:
-                tokens = self._windows.tokens[step.rows]
-                self.catch(partial(running.output_of, model, tokens, needs_logits=False))
-                self._streamed.check_chain(self)
 
     @contextlib.contextmanager
     def _after_layers(self) -> Iterator[tuple[torch.nn.Module, list[Tensor]]]:

@@ -855,7 +855,7 @@ def wrong_kinds(wrapping: str) -> list[str]:
             wrong.append(f"{pair.fqn}: {held.by_input}, not {matrices.sum(1)}")
         mean = matrices / total
         rows, columns = mean.sum(2, keepdim=True), mean.sum(1, keepdim=True)
-        fitted = rows * columns / mean.sum((1, 2), keepdim=True).clamp(min=1e-300)
+        fitted = rows.sqrt() * columns / rows.sqrt().sum(1, keepdim=True).clamp(min=1e-300)
         factor = torch.ones(named[pair.fqn].shape)
         for each in scores[pair].terms[0]:
             factor = factor * each

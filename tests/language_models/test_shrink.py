@@ -1,6 +1,7 @@
 """Shrinking: the smaller model is the one with zeros or without a router's choice; what goes."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -144,12 +145,11 @@ def test_neurons_go_by_fisher_by_factors_or_by_magnitude():
         magnitudes = module.weight.detach().double().square()
         dim = 0 if name == "down_proj" else 1
         worths[False] += magnitudes.sum(dim)
-        worths[True] += (magnitudes * rows * columns / columns.sum()).sum(dim)
-    for by_text, worth in worths.items():
-        _, report = language_models.shrink(
-            model, WINDOWS if by_text else None, neurons=0.5, round_to=4
-        )
-        assert sorted(worth.argsort()[:12].tolist()) == list(report.layers[1].removed)
+        worths[True] += (magnitudes * rows.sqrt() * columns / rows.sqrt().sum()).sum(dim)
+    for n, (by_text, worth) in itertools.product((4, 8, 12, 16, 20), worths.items()):
+        text = WINDOWS if by_text else None
+        _, report = language_models.shrink(model, text, neurons=n / 24, round_to=4)
+        assert sorted(worth.argsort()[:n].tolist()) == list(report.layers[1].removed)
     assert report.layers[1].error_after is None
 
 

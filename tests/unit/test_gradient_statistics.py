@@ -32,13 +32,13 @@ def test_squares_in_chunks(monkeypatch, shape, chunk):
 
 
 def test_a_matrix_without_gradients_is_ranked_by_magnitude():
-    layer = nn.Linear(3, 2)
-    statistics = GradientStatistics(named(layer))
+    model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(3, 2), nn.Linear(3, 2))})
+    (seen, unseen), statistics = model["layers"], GradientStatistics(prune.select(model))
     with statistics.calibrating(), statistics.batch():
-        (layer(torch.zeros(1, 3)) * 0).sum().backward()
-    with pytest.warns(UserWarning, match=r"all gradients are zero of layer.weight \(1 of 1 mat"):
-        (scores,) = statistics.fisher().values()
-    assert all(bool((factor == factor.max()).all() and factor.all()) for factor in scores.terms[0])
+        (seen(torch.full((1, 3), 5.0)) + unseen(torch.zeros(1, 3))).sum().backward()
+    with pytest.warns(UserWarning, match=r"all gradients are zero of layers.1.weight \(1 of 2 mat"):
+        terms = [scores.terms[0] for scores in statistics.fisher().values()]
+    assert all(torch.allclose(a * b, torch.full((2, 3), 5.0)) for a, b in terms)
 
 
 def test_what_is_out_of_order_is_refused():
