@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from distprune.base.naming import Pair
+from distprune.call.reading import read_parameters
+from distprune.call.request import ParameterArguments
 from distprune.language_models.calibrating import gradients_for, own_parameters
 from distprune.language_models.losses import FINITE, BatchLosses
 from distprune.language_models.running import Report, check_same, in_eval_mode, reporter
 from distprune.language_models.text import TokenWindows
 from distprune.ranks.collectives import Communicator, over_groups, world
-from distprune.wrappers.wrapper import is_piece_of_flat, managed_parameters
+from distprune.shards.shard import Shard
+from distprune.wrappers.wrapper import is_piece_of_flat
 
-STEPS, RATE, BATCH = 40, 5e-5, 2
+STEPS, RATE, BATCH = 40, 1e-3, 2
 _WARM_UP = 5  # steps; the rate falls to a tenth after it
 
 
@@ -55,8 +58,9 @@ def polish(
         windows: the same on every rank.
         parameters: (module, name) pairs that are trained; not the head, unless its logits are made
             whole.
-        steps, lr: how many steps, and the learning rate, which rises for five steps, and falls to a
-            tenth afterwards.
+        steps, lr: how many steps, and the learning rate in units of the root mean square of all
+            kept weights: families differ in the scale of their weights. It rises for five steps,
+            and falls to a tenth afterwards.
         batch_size: windows of a step, on all ranks together.
         progress: called after every step, on every rank.
 
@@ -116,7 +120,13 @@ def polishing_steps(
     trained = communicator.run(
         lambda: _trained(model, pairs, steps, lr, batch_size), lambda _: facts
     )
-    order, shards = _in_turn(windows), _shards_of(model, trained)
+    _, shards = read_parameters(lambda: ParameterArguments(parameters=pairs), communicator)
+    squares, number = communicator.reduce_floats(2, partial(_kept, shards)).tolist()
+    lr *= math.sqrt(squares / max(1, number))
+    # The ranks whose parts of plain tensors make up the parameters, as FSDP1 has them.
+    groups = [shard.managed.groups[:1] for shard in shards if shard.managed is not None]
+    parts = over_groups(groups[0]) if any(map(is_piece_of_flat, trained)) else None
+    order = _in_turn(windows)
     batch_size = min(batch_size, len(order))
     # Small steps are lost in 16 bits.
     exact = [p if p.dtype.itemsize > 2 else nn.Parameter(p.detach().float()) for p in trained]
@@ -169,7 +179,7 @@ def polishing_steps(
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     communicator.sum_floats(parameter.grad)
-            _clip(exact, shards)
+            _clip(exact, parts)
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(1, (step + 1) / _WARM_UP) * (1 - 0.9 * step / steps)
             optimizer.step()
@@ -199,21 +209,22 @@ def _trained(
     return found
 
 
-def _shards_of(model: nn.Module, trained: Sequence[Tensor]) -> Communicator | None:
-    """The ranks whose parts of plain tensors make up the parameters, as FSDP1 has them."""
-    if not any(map(is_piece_of_flat, trained)):
-        return None
-    modules, records = set(map(id, model.modules())), managed_parameters(model)
-    return next(
-        over_groups(record.groups[:1]) for (owner, _), record in records.items() if owner in modules
-    )
+def _kept(shards: Iterable[Shard]) -> Tensor:
+    """What this rank counts of kept elements: the sum of their squares, and their number."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for shard in shards:
+        mask, mine = shard.flat_mask, slice(shard.counted.start, shard.counted.stop)
+        values = shard.flat_values[mine] * (1 if mask is None else mask[mine])
+        sums[0] += torch.linalg.vector_norm(values, dtype=torch.float64).cpu() ** 2
+        sums[1] += values.count_nonzero().cpu()
+    return sums
 
 
-def _clip(trained: Sequence[Tensor], shards: Communicator | None) -> None:
+def _clip(trained: Sequence[Tensor], parts: Communicator | None) -> None:
     """Make the norm of all gradients at most 1. Collective."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
-    if shards is not None:
-        squared = shards.reduce_floats(1, lambda: norm.double().square().view(1).cpu())
+    if parts is not None:
+        squared = parts.reduce_floats(1, lambda: norm.double().square().view(1).cpu())
         norm = squared.sqrt()[0].to(norm)
     torch.nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
 

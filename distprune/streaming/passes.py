@@ -39,8 +39,8 @@ from distprune.streaming.windows import WindowStream
 from distprune.streaming.work import Work
 
 Update = Literal["training", "least_squares", "none"]
-# How often each window trains a layer, and the learning rate.
-_EPOCHS, _RATE = 4, 1e-4
+# How often each window trains a layer, and the learning rate; see ``polish``.
+_EPOCHS, _RATE = 4, 2e-3
 # About how long passes take for a layer and a window, in forwards of it; others take one.
 _WEIGHTS = {"backward": 3, "training": 3 + 3 * _EPOCHS, "least_squares": 2}
 # Between two states of the polishing that are written, from which a killed run goes on.

@@ -357,9 +357,7 @@ def prune_folder(
             changes["statistics"] = str(places[number - 1] / STATISTICS_FILE)
         now = dataclasses.replace(settings, recipe=recipe.model_copy(update=changes))
         if number < last:
-            now = dataclasses.replace(now, polish=0)
-        if 0 < number < last:
-            now = dataclasses.replace(now, evaluation=None)
+            now = dataclasses.replace(now, polish=0, evaluation=None if number else evaluation)
         if rounds:
             say(f"Round {number + 1} of {last + 1}: {now.recipe.sparsity:.0%}.")
         streamed, stored, cost = communicator.run(partial(_open, begun_from, now))
@@ -374,14 +372,8 @@ def prune_folder(
         planned = communicator.run(partial(plan, begun_from, chosen, values=values))
         for warning in planned.warnings:
             say(f"Warning: {warning}")
-        report = prune_files(
-            planned,
-            place,
-            progress=progress,
-            replace=replace and number == last,
-            tell=say,
-            ranked=ranked,
-        )
+        run: Any = {"progress": progress, "tell": say, "ranked": ranked}
+        report = prune_files(planned, place, replace=replace and number == last, **run)
         work.remove()
         made = _result_of(report)
         if communicator.index == 0 and number < last:
@@ -505,8 +497,7 @@ def own_text_of(
     def find() -> tuple[Path, str, Path | None]:
         checkpoint = open_checkpoint(source)
         target = resolve_destination(destination, checkpoint.root)
-        facts = [source_facts(checkpoint), asked.windows, asked.length, asked.seed]
-        made_by = digest_of(facts)
+        made_by = digest_of([source_facts(checkpoint), asked.windows, asked.length, asked.seed])
         work = target.with_name(f"{target.name}.partial-text") / Path(OWN_TEXT_FILE).name
         places = (target / OWN_TEXT_FILE, work)
         found = [place for place in places if place.exists() and origin_of(place) == made_by]
