@@ -88,8 +88,7 @@ class TextOptions(CalibrationRunOptions, ListingOptions):
         room = room_of(kind_of_device(self.device))
         own_text = self.writes_own_text(src, needs["own text"], room, "--score magnitude")
         polish = STEPS * (needs["polish"] <= room) if self.polish is None else self.polish
-        trains = self.update is None and self.polish is None and not polish
-        trains = trains and needs["training"] <= room
+        trains = self.polish is None and not polish and needs.get("training", math.inf) <= room
         update = self.update or ("training" if trains else "least-squares")
         return Choice(recipe, length, own_text, polish, update)
 

@@ -399,7 +399,7 @@ def factored_of(stored: StoredStatistics, score: str, sums: Sequence[Tensor]) ->
     """What |w| is multiplied by; ``sums`` of |w|, for "ria": of each input and of each output."""
     first, second = map(torch.from_numpy, (stored.first, stored.second))
     if score == "fisher":
-        return factored.fisher(stored.layout, first, second, stored.count, stored.total)
+        return factored.fisher(stored.layout, first, second, stored.count, stored.rows)
     if score == "stade":
         return factored.stade(stored.layout, first, second, stored.count)
     if score == "ria":

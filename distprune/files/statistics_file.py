@@ -71,7 +71,6 @@ from operator import add
 from typing import Any
 
 import numpy as np
-import torch
 
 from distprune.base.amount import listed
 from distprune.base.blocks import EXPERT_LAYOUTS, LAYOUTS, Layout, WeightLayout, layout_along
@@ -100,8 +99,7 @@ class StoredStatistics:
         first, second: float64, what was added up: inputs and their squares, both of the input
             shape; or weight * g**2 over each row, [outputs], and each column, of the input shape.
         of_gradients: whether it is the latter.
-        total: of gradients of a part of the rows of a matrix, what scores need of all; see
-            ``factored.fisher``.
+        rows: the sums over all rows of the matrix, where ``first`` has those over a part of them.
     """
 
     layout: WeightLayout
@@ -109,7 +107,7 @@ class StoredStatistics:
     first: np.ndarray
     second: np.ndarray
     of_gradients: bool = False
-    total: Any = None
+    rows: np.ndarray | None = None
 
     def _by_matrix(self) -> list[np.ndarray]:
         """Copies of the sums, with one row for each matrix that may see nothing alone."""
@@ -449,11 +447,11 @@ def _statistics_of(
     whole = (entry.shape[0] * num_parts, *entry.shape[1:])
     if not layout.are_experts or row >= layout.num_matrices or whole != layout.matrix_shape:
         return None
-    count, first, total = stored.count, stored.first, None
+    count, first, rows = stored.count, stored.first, None
     if stored.of_gradients:
         rows = first.reshape(layout.num_matrices, num_parts, -1)[row]
-        first, total = rows[part], torch.from_numpy(rows.reshape(-1)).sqrt().sum()
+        first = rows[part]
     else:
         count, first = count[row], first[row]
     linear, second = WeightLayout("linear", entry.shape), stored.second[row]
-    return replace(stored, layout=linear, count=count, first=first, second=second, total=total)
+    return replace(stored, layout=linear, count=count, first=first, second=second, rows=rows)

@@ -123,8 +123,8 @@ def polishing_steps(
     _, shards = read_parameters(lambda: ParameterArguments(parameters=pairs), communicator)
     squares, number = communicator.reduce_floats(2, partial(_kept, shards)).tolist()
     lr *= math.sqrt(squares / max(1, number))
-    # The ranks whose parts of plain tensors make up the parameters, as FSDP1 has them.
     groups = [shard.managed.groups[:1] for shard in shards if shard.managed is not None]
+    # The ranks whose parts of plain tensors make up the parameters, as FSDP1 has them.
     parts = over_groups(groups[0]) if any(map(is_piece_of_flat, trained)) else None
     order = _in_turn(windows)
     batch_size = min(batch_size, len(order))
@@ -214,9 +214,10 @@ def _kept(shards: Iterable[Shard]) -> Tensor:
     sums = torch.zeros(2, dtype=torch.float64)
     for shard in shards:
         mask, mine = shard.flat_mask, slice(shard.counted.start, shard.counted.stop)
-        values = shard.flat_values[mine] * (1 if mask is None else mask[mine])
-        sums[0] += torch.linalg.vector_norm(values, dtype=torch.float64).cpu() ** 2
-        sums[1] += values.count_nonzero().cpu()
+        values = shard.flat_values[mine]
+        values = values if mask is None else values * mask[mine]
+        squares = torch.linalg.vector_norm(values, dtype=torch.float64).square()
+        sums += torch.stack([squares, values.count_nonzero().double()]).cpu()
     return sums
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,11 +117,7 @@ def ria(
 
 
 def fisher(
-    layout: WeightLayout,
-    by_output: Tensor,
-    by_input: Tensor,
-    weight: float,
-    total: Tensor | None = None,
+    layout: WeightLayout, by_output: Tensor, by_input: Tensor, weight: float, rows: Any = None
 ) -> FactoredScores:
     """|w_ij| * sqrt(c_j * sqrt(r_i) / R), of the sums r and c of the mean of g**2.
 
@@ -132,12 +129,14 @@ def fisher(
         by_output: float64 [outputs], the sums of weight * g**2 over rows, matrix by matrix.
         by_input: float64, of the input shape: those over columns, matrix by matrix.
         weight: the sum of the weights of all batches; above 0.
-        total: R, where ``by_output`` has a part of the rows of a matrix; else that of all.
+        rows: a tensor or an array: the sums over all rows of the matrix, where ``by_output`` has
+            those over a part of them.
     """
     roots = by_output.sqrt().reshape(layout.num_matrices, -1)
+    whole = roots if rows is None else torch.as_tensor(rows).sqrt().reshape(layout.num_matrices, -1)
     # One after the other, and not by rows: the sum of one matrix has the same bits, whatever
     # else is stored beside it.
-    totals = torch.stack([r.sum() for r in roots]).unsqueeze(1) if total is None else total
+    totals = torch.stack([each.sum() for each in whole]).unsqueeze(1)
     shares = torch.where(totals > 0, roots / totals, 0.0).sqrt().reshape(by_output.shape)
     columns = (by_input / weight).sqrt()
     return FactoredScores([[layout.of_outputs(shares).float(), layout.of_inputs(columns).float()]])

@@ -63,13 +63,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        q, k, v = (self._heads(layer(y)) for layer in (self.q, self.k, self.v))
+        made = (layer(y) for layer in (self.q, self.k, self.v))
+        q, k, v = (each.unflatten(-1, (-1, self.head)).transpose(1, 2) for each in made)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head)).transpose(1, 2)
 
 
 class Decoder(nn.Module):

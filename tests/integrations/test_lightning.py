@@ -179,9 +179,8 @@ def run_scheduled(wrapping, folder, criterion):
     assert callback.last_report.parameters == undisturbed.last_report.parameters
     assert callback.pruner.num_steps == 10
     zeros = sum(int((state[f"{name}.weight"] == 0).sum()) for name in ("l1", "l2"))
-    assert zeros == round(0.8 * 80) and not any(
-        prune.is_pruned(m) for m in trainer.strategy.model.modules()
-    )
+    assert zeros == round(0.8 * 80)
+    assert not any(map(prune.is_pruned, trainer.strategy.model.modules()))
     return state
 
 

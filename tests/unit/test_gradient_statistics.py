@@ -31,14 +31,17 @@ def test_squares_in_chunks(monkeypatch, shape, chunk):
     assert along.equal(squares.sum(2)) and across.equal(squares.sum(1))
 
 
-def test_a_matrix_without_gradients_is_ranked_by_magnitude():
+@pytest.mark.parametrize("value", [0.0, 5.0])
+def test_a_matrix_without_gradients_is_ranked_by_magnitude(value):
+    """Times the typical score of its siblings, if one has gradients."""
     model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(3, 2), nn.Linear(3, 2))})
     (seen, unseen), statistics = model["layers"], GradientStatistics(prune.select(model))
     with statistics.calibrating(), statistics.batch():
-        (seen(torch.full((1, 3), 5.0)) + unseen(torch.zeros(1, 3))).sum().backward()
-    with pytest.warns(UserWarning, match=r"all gradients are zero of layers.1.weight \(1 of 2 mat"):
+        (seen(torch.full((1, 3), value)) + unseen(torch.zeros(1, 3))).sum().backward()
+    told = r"layers.1.weight \(1" if value else r"layers.0.weight, layers.1.weight \(2"
+    with pytest.warns(UserWarning, match=f"all gradients are zero of {told} of 2 mat"):
         terms = [scores.terms[0] for scores in statistics.fisher().values()]
-    assert all(torch.allclose(a * b, torch.full((2, 3), 5.0)) for a, b in terms)
+    assert all(torch.allclose(a * b, torch.full((2, 3), value or 0.5**0.5)) for a, b in terms)
 
 
 def test_what_is_out_of_order_is_refused():
