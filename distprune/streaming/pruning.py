@@ -115,19 +115,19 @@ def cost_of(
         memory["update"] = activations + max(size + update for size, update in sizes)
     if settings.update == "training":
         sizes = zip(layers, pruned, strict=True)
-        memory["training"] = 4 * activations + max(size + 24 * n for size, n in sizes)
+        memory["training"] = 4 * activations + max(size + 20 * n for size, n in sizes)
     whole = sum(map(streamed.num_bytes, range(-1, num_layers))) // item
     if own_text:
         memory["own text"] = bytes_of_own_text(streamed, length)
     if settings.polish:
-        # Trained weights, masks, products and gradients, with two moments, and what is of 16 bits
-        # once more in fp32 with its gradients, are as large in either dtype.
+        # Trained weights, masks, products and gradients, with their squares, and what is of 16
+        # bits once more in fp32 with its gradients, are as large in either dtype.
         trained, size = sum(pruned), 2 if streamed.model.dtype == torch.bfloat16 else 4
-        weights_of_all = size * (whole - trained) + 24 * trained
+        weights_of_all = size * (whole - trained) + 20 * trained
         memory["polish"] = weights_of_all + logits + 4 * num_layers * activations
     disk = bytes_of_states(streamed, settings)
     disk += sum(pruned) * item if settings.moves else 0
-    disk += sum(pruned) * (item + 24) if settings.polish else 0  # two states, for a moment
+    disk += sum(pruned) * (item + 16) if settings.polish else 0  # two states, for a moment
     disk += stored.num_scored(settings.elementwise) * torch.float32.itemsize
     num_passes = len(settings.passes) - ("none" in settings.passes)
     reads = num_passes * sum(layers) + 2 * around
@@ -234,7 +234,7 @@ def prune_folder(
        folder of scores.
     4. For each layer: the Gram matrices of the inputs that it has in the dense model, and least
        squares for its kept weights (``distprune.reconstruct``). With update "training" also some
-       steps of AdamW, for the layer to return what it does in the dense model, of the inputs that
+       steps of RMSprop, for the layer to return what it does in the dense model, of the inputs that
        the pruned layers before it give.
     5. With ``polish``, the whole model is trained for some steps towards the predictions of the
        dense one, with the zeros held (``language_models.polish``).
@@ -292,7 +292,7 @@ def prune_folder(
     gradients, and a forward for the update; for training as much as 13 forwards. Memory: one
     layer, for scores of gradients with these (and 12 bytes for each weight that has a score of its
     own), for the update with its Gram matrices (8 bytes x inputs**2 for each different input) and
-    the solver's copies of one matrix, for training with 24 bytes for each weight; or embedding and
+    the solver's copies of one matrix, for training with 20 bytes for each weight; or embedding and
     head; and one batch. Disk: tokens x width x (layers + 3) elements, for training + 6, for the
     update a copy of the pruned tensors, and 4 bytes for each weight that has a
     score of its own; all are removed at the end, unless scores are kept. Reads of the
