@@ -24,7 +24,7 @@ from distprune.wrappers.wrapper import is_piece_of_flat
 
 STEPS, RATE, BATCH = 40, 1e-3, 2
 _WARM_UP = 5  # steps; the rate falls to a tenth after it
-_KEPT = 0.95  # of the mean of squared gradients, by a step
+_SMOOTHING = 0.95  # what a step leaves of the mean of squared gradients
 
 
 def polish(
@@ -133,7 +133,8 @@ def polishing_steps(
     # Small steps are lost in 16 bits.
     exact = [p if p.dtype.itemsize > 2 else nn.Parameter(p.detach().float()) for p in trained]
     copies = [(p, copy) for p, copy in zip(trained, exact, strict=True) if copy is not p]
-    optimizer = torch.optim.RMSprop(exact, lr, alpha=_KEPT, foreach=False)  # small temporaries
+    # Its temporaries are those of one parameter at a time.
+    optimizer = torch.optim.RMSprop(exact, lr, alpha=_SMOOTHING, foreach=False)
 
     def write_back() -> None:
         for parameter, copy in copies:
@@ -183,8 +184,8 @@ def polishing_steps(
                     communicator.sum_floats(parameter.grad)
             _clip(exact, parts)
             now = lr * min(1, (step + 1) / _WARM_UP) * (1 - 0.9 * step / steps)
-            for group in optimizer.param_groups:
-                group["lr"] = now * math.sqrt(1 - _KEPT ** (step + 1))  # the mean begins at zero
+            # The mean of squared gradients begins at zero.
+            optimizer.param_groups[0]["lr"] = now * math.sqrt(1 - _SMOOTHING ** (step + 1))
             optimizer.step()
             optimizer.zero_grad()
             write_back()
